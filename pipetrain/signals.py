@@ -115,6 +115,10 @@ class Signals:
                 self.request = max(self.request, asks, key=ORDER.index)
             say(f"rank {self._rank} got {name_of(number)}: {_LEADS_TO[number]}")
 
+    def advance(self) -> None:
+        """Note that an update has been made."""
+        self.updated = True
+
     def take(self) -> StopRequest:
         """Return this rank's request, and clear it."""
         request, self.request = self.request, ""

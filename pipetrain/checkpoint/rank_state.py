@@ -19,8 +19,9 @@ from pipetrain.checkpoint.files import rank_file, stage_file
 from pipetrain.checkpoint.resume import Source
 from pipetrain.checkpoint.tensor_files import ATTRIBUTE, EMA, MODEL, OPTIMIZER, NamedTensors, names_of
 from pipetrain.model.numerics import numbers_of
+from pipetrain.plan.plan import Plan
 from pipetrain.runtime.comm.process_groups import ProcessGroups
-from pipetrain.runtime.session import Session, owing
+from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.schedule.actions import Edge
 
@@ -80,7 +81,7 @@ def restore(source: Source, session: Session, groups: ProcessGroups) -> None:
     if source.manifest.pipeline == session.plan.pipeline:
         session.engine.coding.residuals = {
             (edge, number, tuple(tensors[name].shape)): tensors[name].clone().to(groups.device)
-            for edge, number in owing(session.plan, groups.world.rank)
+            for edge, number in _owing(session.plan, groups.world.rank)
             for name in tensors  # of any shape: later sizes too
             if name.startswith(_prefix(session, groups.world.rank, edge, number))
         }
@@ -136,6 +137,16 @@ def _prefix(session: Session, rank: int, edge: Edge, number: int) -> str:
     """Return the prefix for the names of a rank's residuals of a tensor; later replicas include the rank."""
     replica = "" if session.is_leader(edge[0]) else f"{rank}/"
     return f"residual/{replica}{edge[0]}-{edge[1]}/{number}/"
+
+
+def _owing(plan: Plan, rank: int) -> list[tuple[Edge, int]]:
+    """Return the tensors that a rank sends with error feedback: the edge, and its number in the message."""
+    return [
+        (edge, number)
+        for edge in plan.cut.bounds
+        if rank in plan.placement[edge[0]] and plan.settings.codecs.for_edge(edge).error_feedback
+        for number in range(plan.cut.tensors(edge))
+    ]
 
 
 # torch.distributed.checkpoint

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -183,6 +182,11 @@ class Keeper:
     seen: int = 0
     not_saved: int | None = None
 
+    @property
+    def look_every(self) -> int | None:
+        """The updates between two saves, if that is how they are counted."""
+        return self.every if self.unit == "updates" else None
+
     def due(self, position: Position, over: bool = False, best: bool = False) -> bool:
         """Return whether to save; called once per window, `over` at the run's end, `best` at a best epoch."""
         before, self.seen = self.seen, position.update
@@ -191,12 +195,6 @@ class Keeper:
         if self.unit == "updates":
             return position.update // self.every > before // self.every
         return position.batch == 0 and position.epoch % self.every == 0
-
-    def left(self, update: int) -> int:
-        """Return the updates until the next save, if saves are counted in updates."""
-        return (
-            sys.maxsize if self.every is None or self.unit != "updates" else self.every - update % self.every
-        )
 
     def save(
         self,

@@ -21,8 +21,8 @@ from pipetrain.runtime.comm.ranks import World
 from pipetrain.runtime.device import choose_device
 from pipetrain.schedule.actions import Schedule
 from pipetrain.tasks import Task
+from pipetrain.trainer.epoch_data import EpochData
 from pipetrain.trainer.fit import train_epochs
-from pipetrain.trainer.passes import TrainingPasses
 from pipetrain.trainer.pipeline import Pipeline
 
 
@@ -110,14 +110,14 @@ def train(
     )
     conditions = conditions_of(options, settings, facts, parts.task)
     run_folder = folder.RunFolder(Path(job.run_dir), job.run, source, config or options, conditions)
-    passes = TrainingPasses(training, *samples, len(sampler.batch_sizes), run_folder)
+    epochs = EpochData(training, *samples, len(sampler.batch_sizes), run_folder)
 
     def ready() -> None:
         start.synchronize("begin to train")
         start.trains.set()
 
     try:
-        train_epochs(training, passes, training.settings, facts, run_folder, ready)
+        train_epochs(training, epochs, training.settings, facts, run_folder, ready)
     finally:
         if start.trains.is_set():  # what is left is to say how it ended
             start.signals.drained.set()

@@ -22,8 +22,7 @@ from pipetrain.typed_json import read_as
 class RankRecord:
     """One rank's record of an epoch, partial or complete.
 
-    `trained`, `losses` (one per update), `evaluated`: counted by a rank of the last stage. `ran`: the actions
-    of each window, as text.
+    `trained`, `losses` (one per update), `evaluated`: counted by a rank of the last stage.
     """
 
     stages: Stats
@@ -32,7 +31,6 @@ class RankRecord:
     evaluated: Tally = field(default_factory=Tally)
     train_s: float = 0.0
     eval_s: float = 0.0
-    ran: list[list[str]] = field(default_factory=list)
     peak_bytes: PeakBytes | None = None  # of the measured window, if it was in this epoch
 
 

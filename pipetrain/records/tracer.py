@@ -9,7 +9,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -17,9 +16,8 @@ import torch
 
 from pipetrain.model.specs import Size
 from pipetrain.records.history import About
-from pipetrain.runtime.clock import Observe
 from pipetrain.runtime.comm.process_groups import ProcessGroups
-from pipetrain.schedule.actions import Op, parse_action
+from pipetrain.schedule.actions import parse_action
 from pipetrain.schedule.timeline import Row, Span, Timeline, TracedWindow
 
 MOST_ACTIONS = 100_000  # per rank, in whole windows; one window is always traced
@@ -40,31 +38,30 @@ class Tracer:
     def __init__(self, about: About, groups: ProcessGroups) -> None:
         self._about = about
         self._groups = groups
-        self._actions = 0  # of the longest rank
+        self._actions, self._traced = 0, 0  # of the longest rank; windows
         self._cut = ""
         self._windows: list[tuple[int, list[int], Row]] = []  # epoch, samples of microbatches, spans
         self._began = self._compare_clocks()
 
     @property
     def over(self) -> bool:
-        return bool(self._cut) or len(self._windows) == self._about.settings.trace
+        return bool(self._cut) or self._traced == self._about.settings.trace
 
-    def observer(self, epoch: int, sizes: Sequence[Size]) -> Observe | None:
-        """Return the observer of the next window, of batches of these sizes; None if it is not traced."""
+    def traces(self, batches: int) -> bool:
+        """Return whether the next window, of so many batches, is traced."""
         if self.over:
-            return None
-        self._actions += max(map(len, self._about.plan.training(len(sizes)).program))
-        if self._windows and self._actions > MOST_ACTIONS:
+            return False
+        self._actions += max(map(len, self._about.plan.training(batches).program))
+        if self._traced and self._actions > MOST_ACTIONS:
             self._cut = f"at {MOST_ACTIONS} actions of a rank"
-            return None
-        return partial(self._take, epoch, sizes)
+            return False
+        self._traced += 1
+        return True
 
-    def _take(self, epoch: int, sizes: Sequence[Size], row: Row) -> None:
-        done = max(action.version for action in row.actions if action.op is Op.STEP)
+    def add(self, epoch: int, sizes: Sequence[Size], row: Row) -> None:
+        """Add a window of batches of these sizes, which has run."""
         m = self._about.settings.microbatches
-        self._windows.append(
-            (epoch, [piece.samples for size in sizes[:done] for piece in size.pieces(m)], row)
-        )
+        self._windows.append((epoch, [piece.samples for size in sizes for piece in size.pieces(m)], row))
 
     def collect(self, stopped: bool) -> Trace:
         """Gather the spans of all ranks, on the clock of rank 0. `stopped`: whether the run was stopped."""

@@ -21,8 +21,6 @@ from pipetrain.schedule.timeline import Row, Span, StageStats, add_stats
 
 Mark = Any
 """A moment: seconds of the host's clock (float), or an event on the device's stream (torch.cuda.Event)."""
-Observe = Callable[[Row], None]
-"""Called with the measured spans of a window, after its end."""
 UNREAD = 256  # windows whose times need not have been read
 
 
@@ -151,27 +149,28 @@ class Times:
     def __init__(self, stages: Mapping[int, Stage], clock: Clock) -> None:
         self._stages = stages
         self._clock = clock
-        self._unread: deque[tuple[Row, int, Observe | None]] = deque()  # and microbatches a batch
+        self._unread: deque[tuple[Row, int]] = deque()  # and microbatches a batch
         self.stats = {stage: StageStats() for stage in stages}
 
-    def add(self, row: Row, microbatches: int, raw_bytes: Mapping[int, int], observe: Observe | None) -> None:
-        """Add a window; for `observe` the host waits until the device is done."""
+    def add(self, row: Row, microbatches: int, raw_bytes: Mapping[int, int], timed: bool) -> Row | None:
+        """Add a window; return what it measured if it is `timed`, for which the host waits."""
         for index in self._stages:
             self.stats[index].raw_bytes += raw_bytes[index]
-        self._unread.append((row, microbatches, observe))
-        self.read(wait=observe is not None)
+        self._unread.append((row, microbatches))
+        read = self.read(wait=timed)
+        return read if timed else None
 
-    def read(self, wait: bool) -> None:
+    def read(self, wait: bool) -> Row | None:
         """Read the times of all windows, for which the host waits, or of those that are too many.
 
-        And take what stages have skipped, as far as they know.
+        And take what stages have skipped, as far as they know. Return what the last one measured.
         """
         for index, stage in self._stages.items():
             self.stats[index].skipped += stage.skipped
             stage.skipped = 0
+        read = None
         while self._unread and (wait or len(self._unread) > UNREAD):
-            row, microbatches, observe = self._unread.popleft()
-            row = self._clock.resolve(row)
-            add_stats(self.stats, row, microbatches)
-            if observe:
-                observe(row)
+            row, microbatches = self._unread.popleft()
+            read = self._clock.resolve(row)
+            add_stats(self.stats, read, microbatches)
+        return read

@@ -6,10 +6,11 @@ from the program, so there is no synchronous or asynchronous mode here, and a ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
+from typing import Protocol
 
 import torch
 from torch.profiler import record_function
@@ -17,7 +18,7 @@ from torch.profiler import record_function
 from pipetrain.errors import ActionFailed, ChannelError, TrainingStopped
 from pipetrain.model.network import Tensors
 from pipetrain.model.random_numbers import EVALUATION, Seeds, drawing
-from pipetrain.runtime.clock import Clock, Observe, Stopwatch, Times
+from pipetrain.runtime.clock import Clock, Stopwatch, Times
 from pipetrain.runtime.feed import Feed
 from pipetrain.runtime.mailbox import Mailbox
 from pipetrain.runtime.order import Order
@@ -28,15 +29,17 @@ from pipetrain.runtime.stage.stage import Stage
 from pipetrain.schedule.actions import RECEIVES, SENDS, Action, Op
 from pipetrain.schedule.timeline import Bounds, Row, StageStats
 
-Tick = Callable[[int], None]
-"""Called with a stage after each counted action (an update, or a microbatch of an evaluation)."""
-Take = Callable[[Tensors], None]
-"""Called with the outputs of each microbatch of a prediction."""
+
+class Progress(Protocol):
+    """Counts the updates, or the evaluated microbatches, of a rank's first stage."""
+
+    def advance(self) -> None:
+        """Count one more."""
 
 
 @dataclass(slots=True)
 class _Window:
-    """One window. `first`: its first update, or EVALUATION; `take`: of a prediction, which has no targets."""
+    """One window. `first`: its first update, or EVALUATION; `outputs`: of a prediction, without targets."""
 
     order: Order
     feed: Feed
@@ -44,7 +47,7 @@ class _Window:
     first: int
     mail: Mailbox
     sums: Sums
-    take: Take | None = None
+    outputs: list[Tensors] | None = None
 
     @property
     def trains(self) -> bool:
@@ -82,8 +85,6 @@ class Engine:
         self.seed = seed
         self._rehearsal = rehearsal
         self._times = Times(stages, clock)
-        self.watcher: Meter | None = None
-        """What measures the windows of training, if anything does."""
         self._methods: dict[Op, Callable[[Action, _Window], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -103,33 +104,39 @@ class Engine:
         order: Order,
         feed: Feed,
         microbatches: int,
-        progress: Tick = lambda stage: None,
-        observe: Observe | None = None,
-    ) -> None:
+        progress: Sequence[Progress] = (),
+        meter: Meter | None = None,
+        timed: bool = False,
+    ) -> Row | None:
         """Run this rank's actions of one window, with batches of `microbatches` each, and drain.
 
-        `progress` is called at each update, `observe` with the measured spans. Raises ChannelError and
-        TrainingStopped.
+        `meter` measures what the stages hold. With `timed` the host waits for the device, and the measured
+        spans are returned. Raises ChannelError and TrainingStopped.
         """
         self._limits = {stage: self._bounds(stage) for stage in self.stages}
         self._rehearse(order, feed, microbatches, training=True)
         mail, first = self._training, next(iter(self.stages.values())).weights.updates
         window = _Window(order, feed, microbatches, first, mail, Sums(self.stages, mail))
-        row = self._run(window, progress, self.watcher)
+        row = self._run(window, progress, meter)
         with self.deadline.waiting():
-            self._times.add(row, microbatches, mail.raw_bytes, observe)
+            return self._times.add(row, microbatches, mail.raw_bytes, timed)
 
     def evaluate(
-        self, order: Order, feed: Feed, progress: Tick = lambda stage: None, take: Take | None = None
+        self,
+        order: Order,
+        feed: Feed,
+        progress: Sequence[Progress] = (),
+        outputs: list[Tensors] | None = None,
     ) -> None:
-        """Run forwards with the newest weights; the last stage counts them, or `take` gets its outputs.
+        """Run forwards with the newest weights; the last stage counts them.
 
-        Raises TrainingStopped if a number of the training was not finite.
+        Of a prediction, which has no targets, `outputs` gets them instead, in host memory. Raises
+        TrainingStopped if a number of the training was not finite.
         """
         self.synchronize()
         self._rehearse(order, feed, 1, training=False)
         mail = self._evaluation
-        self._run(_Window(order, feed, 1, EVALUATION, mail, Sums(self.stages, mail), take), progress)
+        self._run(_Window(order, feed, 1, EVALUATION, mail, Sums(self.stages, mail), outputs), progress)
         self.synchronize()
 
     def synchronize(self) -> None:
@@ -142,36 +149,33 @@ class Engine:
 
     @property
     def stats(self) -> dict[int, StageStats]:
-        """The statistics of each stage's training since `take_stats`. On a GPU this waits for the device."""
+        """The statistics of each stage's training since `reset_stats`. On a GPU this waits for the device."""
         self.synchronize()
         return self._times.stats
 
-    @stats.setter
-    def stats(self, stats: dict[int, StageStats]) -> None:
-        self._times.stats = stats
-
-    def take_stats(self) -> dict[int, StageStats]:
-        stats, self.stats = self.stats, {stage: StageStats() for stage in self.stages}
-        return stats
+    def reset_stats(self, stats: Mapping[int, StageStats] | None = None) -> None:
+        """Begin the statistics anew, or go on from these."""
+        self.synchronize()
+        self._times.stats = {stage: StageStats() for stage in self.stages} | dict(stats or {})
 
     # The loop
 
     def _rehearse(self, order: Order, feed: Feed, microbatches: int, training: bool) -> None:
         def play(alike: Feed, mail: Mailbox) -> bool:
             predicts = not training and alike.first()[1] is None
-            take: Take | None = (lambda outputs: None) if predicts else None
+            outputs = list[Tensors]() if predicts else None
             first, sums = 0 if training else EVALUATION, Sums(self.stages, mail)
-            window = _Window(order.short(), alike, microbatches, first, mail, sums, take)
-            self._run(window, lambda stage: None)
+            window = _Window(order.short(), alike, microbatches, first, mail, sums, outputs)
+            self._run(window)
             return bool(window.sums.norms)
 
         if self._rehearsal:
             total = order.batches * microbatches
             self._rehearsal.before(self.stages.values(), play, feed, total, training)
 
-    def _run(self, window: _Window, progress: Tick, watcher: Meter | None = None) -> Row:
+    def _run(self, window: _Window, progress: Sequence[Progress] = (), meter: Meter | None = None) -> Row:
         order, mail, sums, methods = window.order, window.mail, window.sums, self._methods
-        counted = Op.STEP if window.trains else Op.F
+        counted, first = Op.STEP if window.trains else Op.F, min(self.stages)
         for stage in self.stages.values() if window.trains else ():
             stage.begin_window(order.predicted(stage.index, 0))
         watch = Stopwatch(self._clock, mail.channel, lambda: mail.coding.seconds)
@@ -190,16 +194,17 @@ class Engine:
                 elif op in WAITING:
                     sums.wait(action, waits)
                 watch.start(action)
-                if watcher or torch.autograd.profiler._is_profiler_enabled:
-                    with record_function(str(action)), watcher.during(action) if watcher else nullcontext():
+                if meter or torch.autograd.profiler._is_profiler_enabled:
+                    with record_function(str(action)), meter.during(action) if meter else nullcontext():
                         methods[op](action, window)
                 else:  # naming an action takes 10 us
                     methods[op](action, window)
                 watch.stop()
-                if watcher:
-                    watcher.after(chain(mail.tensors(), sums.tensors()))
-                if op is counted:
-                    progress(action.stage)
+                if meter:
+                    meter.after(chain(mail.tensors(), sums.tensors()))
+                if op is counted and action.stage == first:
+                    for counter in progress:
+                        counter.advance()
         except (TrainingStopped, AssertionError):
             raise
         except ChannelError as error:
@@ -207,7 +212,7 @@ class Engine:
             where = f"stage {last.stage} was at {last}" if last else "nothing was done yet"
             raise ChannelError(f"{error}; {where}") from error
         except Exception as error:  # of a layer, or out of memory
-            at = action.stage if action else min(self.stages)
+            at = action.stage if action else first
             what = f"rank {mail.rank}, stage {at}, action {action}"
             raise ActionFailed(f"{what}: {type(error).__name__}: {error}", at) from error
         finally:
@@ -220,7 +225,7 @@ class Engine:
 
     def _forward(self, action: Action, window: _Window) -> None:
         stage, mb = self.stages[action.stage], action.mb
-        target = window.feed.target(mb) if stage.objective is not None and window.take is None else None
+        target = window.feed.target(mb) if stage.objective is not None and window.outputs is None else None
         with drawing(self._seeds(action, window)):
             inputs = window.mail.inputs(action.stage, mb)
             if window.trains:
@@ -230,8 +235,8 @@ class Engine:
                 outputs = stage.predict(inputs, target)
         if stage.objective is None:
             window.mail.hand_on(action.stage, mb, outputs)
-        elif window.take is not None:
-            window.take(outputs)
+        elif window.outputs is not None:
+            window.outputs.append(tuple(tensor.detach().cpu() for tensor in outputs))
         opened, limit = stage.in_flight, self._limits[action.stage].activations
         assert opened <= limit, f"{action}: {opened} microbatches in flight, {limit} simulated"
 

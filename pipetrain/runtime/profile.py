@@ -176,7 +176,7 @@ def measure_layers(
         part = (network if n < own else nothing).part(slice)
         # At a rate of 0 the weights stay as they are.
         stages[n] = _Layer(n, part, optimizer, LearningRate(lambda update: 0.0), **how)
-        stages[n].observers = [StopOnNaN(stages[n])]
+        stages[n].observed_by(StopOnNaN(stages[n]))
     here = [
         Action(n, op, mb, version=int(op is Op.STEP))
         for mb, op in MEASURED
@@ -191,18 +191,18 @@ def measure_layers(
     mail = Mailbox(channel, cut, ranks_of(program), 0)
     engine = Engine(stages, mail, mail, lambda stage: Bounds(1, 1, 0), Clock(device))
     feed = Repeated(size, [made_up_samples(example.of(size), device)])
-    rows: list[Row] = []
+    rows: list[Row | None] = []
     began = time.perf_counter()
     try:
         while len(rows) < REPEATS or (len(rows) < MOST and time.perf_counter() - began < ENOUGH_S):
             order = Order(program[0], home, microbatches=len(MICROBATCHES))
-            engine.train(order, feed, len(MICROBATCHES), observe=rows.append)
+            rows.append(engine.train(order, feed, len(MICROBATCHES), timed=True))
     except ActionFailed as error:
         raise ConfigError(
             f"layer {error.stage} ({followed[error.stage].name}) of the model cannot be profiled: "
             f"{type(error.__cause__).__name__}: {one_line(error.__cause__)}"
         ) from error
-    return _times(every, rows[WARM_UP:])
+    return _times(every, [row for row in rows[WARM_UP:] if row])
 
 
 def _followed(layers: Sequence[Layer]) -> list[Layer]:

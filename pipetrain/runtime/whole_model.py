@@ -52,6 +52,10 @@ class WholeModel:
         self._guard: RemovableHandle | None = None  # against a call of it where it has no numbers
         self._swapped: list[tuple[Tensor, Tensor]] = []  # what the stages need, and what was collected
 
+    def begin_with(self, values: Values) -> None:
+        """Begin with these in place of its own."""
+        self.values = values
+
     def attach_stages(self, network: Network, stages: Iterable[Stage], owners: dict[str, int]) -> None:
         """Let these stages have their tensors, and release all others."""
         self._stages, self._owners, self.values, self.attached = list(stages), owners, None, True

@@ -49,6 +49,8 @@ class Arguments:
     `made`: an optimizer like all stages' together; `optim`: its name and options; `lr`: its rate at first.
     """
 
+    model: nn.Module
+    task: Task
     draft: Draft
     optimizer: OptimizerFactory
     made: Optimizer
@@ -60,6 +62,7 @@ class Arguments:
     def read(
         cls,
         model: nn.Module,
+        task: Task,
         draft: Draft,
         optimizer: Function | Optim | None,
         groups: Mapping[str, Mapping[str, Any]] | None,
@@ -84,7 +87,7 @@ class Arguments:
         options = optim.options or {"_target_": title(made)}
         settings = settled(draft.settings, str(options["_target_"]), len(draft.placement))
         draft = replace(draft, settings=settings)
-        return cls(draft, factory, made, options, rate, lr)
+        return cls(model, task, draft, factory, made, options, rate, lr)
 
 
 def read_optimizer(function: Any, groups: Mapping[str, Mapping[str, Any]] | None) -> Optim:

@@ -39,11 +39,11 @@ from pipetrain.records.run_folder import METRICS, RAN, SUMMARY, TRACE, UPDATES, 
 from pipetrain.records.trackers import check_loggers, read_loggers
 from pipetrain.rules import COUNT, PATH
 from pipetrain.signals import Signals, name_of, status_after
-from pipetrain.trainer.epochs import AfterEpoch, Epochs
-from pipetrain.trainer.passes import TrainingPasses
+from pipetrain.trainer.epoch_data import EpochData
+from pipetrain.trainer.listeners import AfterEpoch, listeners_of
 from pipetrain.trainer.pipeline import Pipeline
+from pipetrain.trainer.run import Run
 from pipetrain.trainer.training import Training
-from pipetrain.trainer.windows import Windows
 
 log = logging.getLogger("pipetrain")
 
@@ -119,12 +119,12 @@ def fit(
             run_folder = held.enter_context(_opened(training, path, request.resume, loggers))
         # The first batch decides the plan; a signal to the group is to spare the data workers that it starts.
         with Signals(training.rank).handled() if run_folder else nullcontext():
-            passes = TrainingPasses(training, train, test, batches, run_folder)
+            data = EpochData(training, train, test, batches, run_folder)
         with training.guard():
             settings = training.settings.changed(options)
             kind, full = type(getattr(train, "dataset", train)).__name__, settings.batch_size
-            data = DataFacts(name or kind, batches * full, evaluated * full, "", "", [])
-            return train_epochs(training, passes, settings, data, run_folder, after_epoch=after_epoch)
+            facts = DataFacts(name or kind, batches * full, evaluated * full, "", "", [])
+            return train_epochs(training, data, settings, facts, run_folder, after_epoch=after_epoch)
 
 
 def _checkpoints(checkpoint: Mapping[str, Any] | int | None) -> dict[str, Any]:
@@ -179,9 +179,9 @@ def _batches_in(training: Training, loader: Loader, name: str, microbatches: int
 
 def train_epochs(
     training: Training,
-    passes: TrainingPasses,
+    data: EpochData,
     settings: Settings,
-    data: DataFacts,
+    facts: DataFacts,
     run_folder: RunFolder | None,
     ready: Callable[[], None] = lambda: None,
     after_epoch: AfterEpoch = lambda row: None,
@@ -190,62 +190,80 @@ def train_epochs(
 
     Calls `ready` when nothing is left that could refuse the training.
     """
-    about, source = _about(training, passes, settings, data), passes.source
+    about = _about(training, data, settings, facts)
     with ExitStack() as ending:
         keeper = _keeper(training, about, run_folder) if run_folder else None
         if keeper is not None:  # until all records are written
             ending.enter_context(keeper.signals.handled())
             ending.enter_context(keeper.early.watching())
         recorder = None if training.rank else _recorder(about, run_folder, ending)
-        windows = Windows(training.begun, training.guard, keeper.signals.take if keeper else lambda: "")
-        epochs = Epochs(windows, training.groups, passes, about, recorder, keeper, after_epoch)
-        if source is not None:
-            with source.used():
-                epochs.restore(source)
+        run = Run(training.begun, training.guard, about, data, keeper)
+        if data.source is not None:
+            with data.source.used():
+                run.restore(data.source)
         ready()
-        finished = _run(epochs, keeper)
+        with _saving(keeper):
+            run.begin(listeners_of(run, recorder, after_epoch))
+            finished = run_epochs(run)
         lost = keeper.not_saved if keeper else None
         orphaned = 0
         if keeper and not finished:
             orphaned = training.groups.most("whether torchrun's store is lost", int(keeper.early.lost))
-        if recorder and finished and lost != epochs.updates:
+        if recorder and finished and lost != run.position.update:
             recorder.close()
         elif recorder:
             recorder.stop(lost)
-        training.stopping = training.stopping or not finished
-        training.metrics = epochs.metrics() or training.metrics
-        if run_folder and epochs.stopped_by == "interrupt":
+        training.note_stop(training.stopping or not finished)
+        training.note_metrics(run.metrics() or training.metrics)
+        if run_folder and run.stopped_by == "interrupt":
             raise KeyboardInterrupt(f"interrupted; {run_folder.saved_so_far()}")
         if run_folder and orphaned:
             raise of_all(ChannelError(f"{LOST}; {run_folder.saved_so_far()}"), training.rank)
-        return epochs.rows()
+        return run.rows()
 
 
-def _about(training: Training, passes: TrainingPasses, settings: Settings, data: DataFacts) -> About:
+def run_epochs(run: Run) -> bool:
+    """Train and evaluate all epochs; return False if stopped. Raises ChannelError and TrainingStopped."""
+    for epoch in run.remaining():
+        for done in run.windows(epoch):
+            run.on_windows(done)
+            if run.stopped_by:
+                break
+        else:
+            run.on_epoch()
+    return run.close()
+
+
+def _about(training: Training, data: EpochData, settings: Settings, facts: DataFacts) -> About:
     """Return what the records say of the training, with all of its windows proven."""
-    plan, device, at = training.begun.plan, training.groups.device, passes.start
+    plan, device, at = training.begun.plan, training.groups.device, data.start
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     ranks, room = f"{training.groups.world.size} x {kind}", gpu_bytes(device.type, training.groups.sharing)
-    about = About(settings, plan, training.task, data, passes.batches, training.request.lr, ranks, room)
+    about = About(
+        settings, plan, training.request.task, facts, data.batches, training.request.lr, ranks, room
+    )
     for epoch, done in ((1, 0), (about.epochs, 0), (at.epoch + 1, at.batch)):
         for length in window_lengths(about.batches_of(epoch), settings.window, done):
             plan.training(length)
     return about
 
 
-def _run(epochs: Epochs, keeper: Keeper | None) -> bool:
-    """Run the epochs; return False if a signal has stopped them."""
+@contextmanager
+def _saving(keeper: Keeper | None) -> Iterator[None]:
+    """Run epochs of which checkpoints are saved; say what is saved where another rank has left."""
+    if keeper is None:
+        yield
+        return
     try:
-        with keeper.signals.losing() if keeper else nullcontext():
-            return epochs.run()
+        with keeper.signals.losing():
+            yield
     except ChannelError as error:
-        if keeper and keeper.signals.saved and (by := keeper.signals.stopped_by):  # another rank has left
+        if keeper.signals.saved and (by := keeper.signals.stopped_by):  # another rank has left
             terminate(f"{error}, after {name_of(by)}; {keeper.signals.saved()}", status_after(by))
         raise
     finally:
-        if keeper:
-            keeper.signals.drained.set()
-            keeper.writer.leave()
+        keeper.signals.drained.set()
+        keeper.writer.leave()
 
 
 def _keeper(training: Training, about: About, run_folder: RunFolder) -> Keeper:
@@ -274,7 +292,8 @@ def _keeper(training: Training, about: About, run_folder: RunFolder) -> Keeper:
         unit=settings.checkpoint_unit,
         run=run_folder.run,
         conditions=conditions,
-        config={"seed": seed, **transformers_config(training.model), **run_folder.config},
+        config={"seed": seed, **transformers_config(training.request.model), **run_folder.config},
+        seen=source.manifest.position.update if source else 0,
     )
 
 

@@ -1,90 +1,90 @@
-"""The passes of epochs over a training's loaders, from where a checkpoint was saved.
-
-A loader is read again from the beginning of the epoch, in the state that it had then.
-"""
+"""A pass over batches as plain data, and what came of its windows."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from pipetrain.checkpoint.files import Position
-from pipetrain.checkpoint.rank_state import restore_random
-from pipetrain.checkpoint.resume import Source
-from pipetrain.data.loader_facts import parts_of
-from pipetrain.data.loader_state import LoaderStates
-from pipetrain.data.reader import Loader
-from pipetrain.data.sampling import Sampled
-from pipetrain.records.run_folder import RunFolder
+from pipetrain.model.specs import Size
 from pipetrain.runtime.feed import Batches
-from pipetrain.trainer.training import Training
+from pipetrain.runtime.window import UNWATCHED, Watch, WindowRun
+from pipetrain.signals import StopRequest
 
-EPOCH_RANDOM = "random/0/epoch"  # of rank 0 at the beginning of an epoch
-LOADERS = "random/0/loaders"  # what its samples follow from, then or, at the end of one, now
+Kind = Literal["training", "evaluation", "prediction"]
 
 
-class TrainingPasses:
-    """The passes over loaders, or over samples by number; the first one decides the plan.
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A pass over batches, in windows of `window` batches; None: of all that are left.
 
-    `test`: None where nothing is evaluated. `batches`: of an epoch. `run_folder`: where checkpoints are, if
-    there are any. `start`: where the first epoch begins.
+    `what`: its name in messages; `title`: in the progress, of `shown` steps, or else of a window's. `begun`:
+    the batches of its epoch before it, from whose first one windows are counted, each having its place; None:
+    each is as long as it may be. `most`: its batches, where its loader goes on. `updates`: of all passes, if
+    that is known. `reads_ahead`: whether a window is read before somebody has seen the losses of the one
+    before; then somebody looks every `look_every` updates, or at its end alone. `epoch`: from 0. `sample_s`:
+    the seconds that a sample took in the last epoch, if known.
     """
 
-    def __init__(
-        self,
-        training: Training,
-        train: Loader | Sampled,
-        test: Loader | Sampled | None,
-        batches: int,
-        run_folder: RunFolder | None,
-    ) -> None:
-        self._training, self._train, self._test, self.batches = training, train, test, batches
-        self.source = run_folder.source if run_folder else None
-        self.start = self.source.manifest.position.placed(batches) if self.source else Position()
-        keeps = run_folder and not training.rank and not isinstance(train, Sampled)
-        self._states = LoaderStates(train=train, test=test) if keeps else None
-        self._random: dict[str, Tensor] = {}  # at the beginning of the epoch
-        self._ahead: Batches | None = None
-        if isinstance(train, Sampled):
-            assert isinstance(test, Sampled)
-            training.begin_by_number(train, test)
-        if self.source is not None:
-            self._go_on(self.source)
-        if not isinstance(train, Sampled):
-            self._ahead = self.train(self.start.epoch, self.start.batch)
+    kind: Kind
+    what: str
+    batches: Batches
+    window: int | None
+    begun: int | None = None
+    most: int | None = None
+    shown: int | None = None
+    updates: int | None = None
+    reads_ahead: bool = False
+    look_every: int | None = None
+    title: str = ""
+    epoch: int = 0
+    sample_s: float | None = None
 
-    def _go_on(self, source: Source) -> None:
-        """Restore the random state with which the epoch began that the checkpoint is of."""
-        tensors = source.tensors()
+    @property
+    def trains(self) -> bool:
+        return self.kind == "training"
 
-        def restore() -> None:
-            if self._states is not None and LOADERS in tensors:
-                with source.used():
-                    self._states.restore(tensors[LOADERS])
+    def length(self, done: int, bound: int | None = None) -> int | None:
+        """Return the batches of the next window, of at most `bound`, after so many of the pass.
 
-        self._training.guard.on_first("the loaders' states", restore)
-        restore_random(source, self._training.groups)
-        if self.start.batch and EPOCH_RANDOM in tensors and not self._training.rank:
-            torch.set_rng_state(tensors[EPOCH_RANDOM])
+        0 for no window, None for all that are left.
+        """
+        window = self.window
+        if window is not None and self.begun is not None:
+            window -= (self.begun + done) % window
+        left = None if self.most is None else self.most - done
+        return min((n for n in (window, left, bound) if n is not None), default=None)
 
-    def train(self, epoch: int, done: int) -> Batches:
-        begun, self._ahead = self._ahead, None
-        if begun is not None:
-            return begun
-        for part in parts_of(self._train).values():
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
-        self._random = self._states_now()
-        return self._training.batches(self._train, trains=True, epoch=epoch, done=done)
 
-    def evaluate(self) -> Batches:
-        assert self._test is not None, "nothing is evaluated"
-        return self._training.batches(self._test)
+@dataclass(frozen=True, slots=True)
+class WindowResult:
+    """What ran of a pass between two exchanges of the ranks, on every rank alike but for what was measured.
 
-    def random(self, done: int) -> dict[str, Tensor]:
-        return self._random if done else self._states_now()
+    `losses`, `rates`: of each update. `request`: what signals asked for. `over`: whether nothing is left of
+    the pass, if that is known.
+    """
 
-    def _states_now(self) -> dict[str, Tensor]:
-        if self._states is None:
-            return {}
-        return {EPOCH_RANDOM: torch.get_rng_state(), LOADERS: self._states.read()}
+    of: Pass
+    windows: Sequence[WindowRun]
+    losses: list[float]
+    rates: list[float]
+    request: StopRequest
+    over: bool
+
+    @property
+    def sizes(self) -> list[Size]:
+        """The size of each batch that ran."""
+        return [size for window in self.windows for size in window.sizes]
+
+    @property
+    def early(self) -> bool:
+        """Whether the last window ended early."""
+        return self.windows[-1].early
+
+
+class WindowListener:
+    """Hears of each window before it begins."""
+
+    def before_window(self, of: Pass, sizes: Sequence[Size]) -> Watch:
+        """Return what is to be looked at in a window of batches of these sizes."""
+        return UNWATCHED

@@ -24,13 +24,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipetrain.checkpoint.rank_state import StatefulPart, parts_of, restore, restore_random
+from pipetrain.checkpoint.rank_state import StatefulPart, parts_of
 from pipetrain.checkpoint.resume import (
     read_source,
-    refuse_other,
     saved_in,
     transformers_config,
-    weights_of,
 )
 from pipetrain.checkpoint.writer import save_now
 from pipetrain.config.build import Function, Optim
@@ -53,8 +51,10 @@ from pipetrain.signals import Stopping
 from pipetrain.tasks import LossFunction, Metric, Task
 from pipetrain.tasks.metrics import MetricFunction
 from pipetrain.trainer.arguments import Arguments, read_draft, read_model, read_targets, read_task
+from pipetrain.trainer.listeners import ShowsProgress
+from pipetrain.trainer.passes import Pass, WindowResult
 from pipetrain.trainer.training import Training
-from pipetrain.trainer.windows import WindowResult, Windows
+from pipetrain.trainer.windows import Windows
 
 log = logging.getLogger("pipetrain")
 PREDICTED_AT_ONCE = 8  # batches of a window of a prediction, whose outputs are kept until its end
@@ -133,11 +133,11 @@ class Pipeline:
         model, record = read_model(model, seed)
         keywords = {"microbatches": microbatches, "window": window, "dtype": dtype, **options}
         draft = read_draft(schedule, settings, keywords, model, World.current().size)
-        request = Arguments.read(model, draft, optimizer, param_groups, lr_schedule)
+        request = Arguments.read(model, task, draft, optimizer, param_groups, lr_schedule)
         if draft.settings.threads is not None:
             torch.set_num_threads(draft.settings.threads)
         self._signals = Stopping(self, World.current().rank)
-        self._training = Training(model, record, task, named, request, weights, seed)
+        self._training = Training(request, record, named, weights, seed)
         self._passes = 0  # of train
         _open.add(self)
         if sample is not None:
@@ -158,7 +158,7 @@ class Pipeline:
         training, settings, world = self._training, self._training.settings, self._training.groups.world
         state = "closed" if training.closed else counted(self.updates, "update")
         return (
-            f"<Pipeline of {type(training.model).__name__}: {settings.schedule}, "
+            f"<Pipeline of {type(training.request.model).__name__}: {settings.schedule}, "
             f"{counted(settings.microbatches, 'microbatch')}, "
             f"stages on ranks {spans(training.groups.placement)}, rank {world.rank} of {world.size}, {state}>"
         )
@@ -213,12 +213,9 @@ class Pipeline:
             samples += sum(size.samples for size in done.sizes)
             rate = [rate, *done.rates][-1]
             yield from done.losses
-        training.metrics = training.values(
-            "the metrics",
-            Stage.take_trained,
-            learning_rate=rate,
-            samples_per_s=samples / (time.perf_counter() - began),
-        )
+        speed = samples / (time.perf_counter() - began)
+        more = {"learning_rate": rate, "samples_per_s": speed}
+        training.note_metrics(training.values("the metrics", Stage.take_trained, **more))
 
     def step(self, inputs: Any = None, targets: Any = None) -> float:
         """Train on one batch; return its mean loss on every rank. Only the tensors of rank 0 are read.
@@ -240,14 +237,15 @@ class Pipeline:
 
     def _trained(self, loader: Loader, what: str, window: int | None) -> Iterator[WindowResult]:
         """Train a pass of which the program looks at each window."""
-        training = self._training
-        batches, ticks = training.batches(loader, trains=True), training.ticks("training")
-        for done in self._windows().train(what, batches, lambda done: window, ticks):
-            training.stopping = done.request == "stop"
+        batches = self._training.batches(loader, trains=True)
+        for done in self._run(Pass("training", what, batches, window)):
+            self._training.note_stop(done.request == "stop")
             yield done
 
-    def _windows(self) -> Windows:
-        return Windows(self._training.begun, self._training.guard, self._signals.take)
+    def _run(self, this: Pass) -> Iterator[WindowResult]:
+        training, session = self._training, self._training.begun
+        shown = [] if self.rank else [ShowsProgress(training.bar, session, least=2)]
+        return Windows(session, training.guard, self._signals, shown).run(this)
 
     def evaluate(self, loader: Loader) -> dict[str, float]:
         """Return the mean loss and the metrics over a loader, on every rank.
@@ -258,8 +256,10 @@ class Pipeline:
         training, what = self._training, "the evaluation"
         with training.guard():
             training.take(Stage.take_evaluated)  # what an evaluation that failed has counted
-        batches, ticks = training.batches(loader), training.ticks("evaluation")
-        self._windows().evaluate(what, batches, batches.evaluated_at_once, ticks)
+        batches = training.batches(loader)
+        window = batches.evaluated_at_once
+        for _ in self._run(Pass("evaluation", what, batches, window, reads_ahead=True, look_every=1)):
+            pass
         return training.values(what, Stage.take_evaluated)
 
     def predict(self, loader: Loader) -> Iterator[Any]:
@@ -270,9 +270,9 @@ class Pipeline:
         """
         training = self._training
         pack, batches = training.begun.plan.layers[-1].output.pack, training.batches(loader, labelled=False)
-        ticks = training.ticks("prediction")
-        for outputs in self._windows().predict("the prediction", batches, PREDICTED_AT_ONCE, ticks):
-            yield outputs and pack(outputs)
+        for done in self._run(Pass("prediction", "the prediction", batches, PREDICTED_AT_ONCE)):
+            for window in done.windows:
+                yield from [None] * window.done if self.rank else map(pack, window.outputs)
 
     # What is left of a training
 
@@ -309,7 +309,7 @@ class Pipeline:
         session = training.begun
         with training.guard():
             session.engine.synchronize()
-        config = {"seed": session.engine.seed, **transformers_config(training.model)}
+        config = {"seed": session.engine.seed, **transformers_config(training.request.model)}
         with training.whole.stages_in_place():
             return save_now(path, session, training.groups, training.conditions, config, keep)
 
@@ -333,15 +333,7 @@ class Pipeline:
         newest = training.guard.on_first("the checkpoint to load", find)
         if newest is None:
             return
-        source = read_source(Path(newest))
-        refuse_other(source, training.conditions)
-        restore_random(source, training.groups)
-        if not training.whole.attached:
-            training.whole.values = weights_of(source, training.model)
-            training.source = source  # the rest follows at the first batch
-        else:
-            training.whole.restore_stages()
-            restore(source, training.begun, training.groups)
+        training.restore(read_source(Path(newest)))
 
     def dcp(self) -> dict[str, StatefulPart]:
         """Return what torch.distributed.checkpoint saves and loads: `dcp.save(pipe.dcp(), checkpoint_id=)`.

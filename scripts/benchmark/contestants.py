@@ -25,12 +25,13 @@ from benchmark.report import Row, Series, failed_row, timed_row
 from benchmark.tasks import Job, Scale, Task, prepare
 from benchmark.worlds import CPU, Place, Say, WorldFailed, fitted, run_world
 from pipetrain.config.rate import LearningRate
-from pipetrain.runtime.clock import Observe
 from pipetrain.runtime.comm.channel import Channel
 from pipetrain.runtime.comm.process_groups import ProcessGroups
+from pipetrain.runtime.engine_factory import make_engine
 from pipetrain.runtime.feed import Repeated, Target
 from pipetrain.runtime.order import order_of
-from pipetrain.runtime.session import make_engine, make_stages
+from pipetrain.runtime.stage.stage_factory import make_stages
+from pipetrain.schedule import timeline
 
 TORCHS = {
     "gpipe": "ScheduleGPipe",
@@ -178,6 +179,7 @@ class Ours:
     """A schedule of pipetrain's. A turn is so many batches, in whole windows, and one window at least."""
 
     bound = 0.0
+    timed = False
 
     def __init__(
         self, name: str, job: Job, groups: ProcessGroups, batches: int = 1, channel: Channel | None = None
@@ -188,8 +190,6 @@ class Ours:
         self._windows = max(1, batches // self.window)
         self.batches = self._windows * self.window
         self.losses: list[float] = []
-        self.observe: Observe | None = None
-        """Called with the measured spans of each window."""
         self._feed = BatchFeed(job, groups.device)
         self._rank = groups.world.rank
         self._stages = make_stages(
@@ -201,9 +201,14 @@ class Ours:
         """Train whole windows."""
         for _ in range(self._windows):
             order = order_of(self.plan, self.window, self._rank)
-            self._engine.train(order, self._feed, self._microbatches, observe=self.observe)
+            row = self._engine.train(order, self._feed, self._microbatches, timed=self.timed)
+            if row is not None:
+                self.measured(row)
         if self._rank in self.plan.placement[-1]:
             self.losses = self._stages[self.plan.stages - 1].counts.take_losses()
+
+    def measured(self, row: timeline.Row) -> None:
+        """Take the measured spans of a window, where it is `timed`."""
 
 
 Ways = Mapping[str, tuple[str, ...]]

@@ -11,9 +11,10 @@ from benchmark.tasks import Job, Scale, Task, prepare
 from benchmark.worlds import Say, WorldFailed, fitted, run_world, titled
 from pipetrain.config.rate import LearningRate
 from pipetrain.runtime.comm.process_groups import ProcessGroups
+from pipetrain.runtime.engine_factory import make_engine
 from pipetrain.runtime.order import order_of
-from pipetrain.runtime.session import make_engine, make_stages
 from pipetrain.runtime.stage.memory_meter import Meter
+from pipetrain.runtime.stage.stage_factory import make_stages
 from pipetrain.schedule.memory import peaks
 
 WINDOWS = 2  # the second one is measured: it has the optimizer's state from its start
@@ -87,10 +88,10 @@ def stage_peaks(groups: ProcessGroups, job: Job) -> list[tuple[int, int, int]]:
     )
     engine = make_engine(plan, stages, groups)
     for number in range(WINDOWS):
-        if number + 1 == WINDOWS:
-            engine.watcher = meter = Meter(stages, groups.device)
+        meter = Meter(stages, groups.device) if number + 1 == WINDOWS else None
         order = order_of(plan, max(plan.windows), groups.world.rank)
-        engine.train(order, BatchFeed(job, groups.device, copies=True), job.microbatches)
+        engine.train(order, BatchFeed(job, groups.device, copies=True), job.microbatches, meter=meter)
+    assert meter is not None
     predicted = peaks(plan.memory())
     return [(stage, nbytes, predicted[stage]["total"]) for stage, nbytes in meter.close().stages.items()]
 

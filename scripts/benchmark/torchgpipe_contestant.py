@@ -113,12 +113,13 @@ class TorchGPipe(Theirs):
 class OurRank(Ours):
     """Ours, with `forwards` as those of TorchGPipe; an infinite end where they stand among backwards."""
 
+    timed = True
+
     def __init__(self, name: str, job: Job, groups: ProcessGroups, batches: int) -> None:
         super().__init__(name, job, groups, batches)
         self.forwards: list[tuple[float, float]] = []
-        self.observe = self._observe
 
-    def _observe(self, row: Row) -> None:
+    def measured(self, row: Row) -> None:
         ops = [(span.action.op, span.end) for span in row.spans if span.action is not None]
         ended = max(end for op, end in ops if op is Op.F)
         among = any(op in (Op.B, Op.I) and end < ended for op, end in ops)

@@ -31,9 +31,9 @@ from pipetrain.errors import ConfigError
 from pipetrain.records.run_folder import RunFolder, claim, lengthens
 from pipetrain.typed_json import DamagedCheckpoint
 from tests.support import cases
-from tests.support.cases import Case, Epochs, Saved, compare, config, make_run, run_in_threads, state_of
+from tests.support.cases import Case, Ran, Saved, compare, config, make_run, run_in_threads, state_of
 from tests.support.run_files import forge, put
-from tests.support.runs import Run
+from tests.support.runs import RankRun, Run
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted((folder / CHECKPOINTS).glob("update-*"))
 
 
-def numbers(epochs: Epochs) -> Any:
+def numbers(epochs: Ran) -> Any:
     """What must be the same of two runs that are."""
     sent = [[(n, of.bytes_sent, of.raw_bytes) for n, of in sorted(f.stages.items())] for f in epochs]
     return [(f.trained, f.evaluated, f.lr) for f in epochs], sent
@@ -62,14 +62,14 @@ class Whole:
 
     folder: Path
     state: dict[str, Tensor]
-    epochs: Epochs
+    epochs: Ran
 
-    def ends_alike(self, state: dict[str, Tensor], epochs: Epochs) -> bool:
+    def ends_alike(self, state: dict[str, Tensor], epochs: Ran) -> bool:
         """Whether a run that was stopped has ended as this one, bit for bit."""
         same = all(torch.equal(state[name], tensor) for name, tensor in self.state.items())
         return same and numbers(epochs) == numbers(self.epochs)
 
-    def nearly(self, state: dict[str, Tensor], epochs: Epochs) -> None:
+    def nearly(self, state: dict[str, Tensor], epochs: Ran) -> None:
         """Assert that one on other stages has ended as this one."""
         close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
         for name, tensor in self.state.items():
@@ -156,13 +156,13 @@ def test_onto_other_replicas_it_ends_the_same(tmp_path):
 
 
 def test_what_replicas_have_apart_at_a_load_is_of_before(tmp_path, monkeypatch):
-    def trained_and_loaded(epochs: Epochs, run: Run) -> dict[str, Tensor]:
+    def trained_and_loaded(epochs: RankRun, run: Run) -> dict[str, Tensor]:
         epochs.session._buffer_averager.before_window()
         for stage in epochs.session.stages.values():
             for buffer in stage.module.buffers():
                 buffer += 1
         (source,) = checkpoints(tmp_path)
-        epochs.restore(Source(source, read_whole(source)))
+        epochs.state.restore(Source(source, read_whole(source)))
         epochs.session.average_buffers()
         return state_of(epochs, run)
 

@@ -20,9 +20,10 @@ from benchmark.held import NEAR, WINDOWS, Case, job_of
 from benchmark.worlds import fitted
 from pipetrain.config.rate import LearningRate
 from pipetrain.runtime.comm.process_groups import ProcessGroups
+from pipetrain.runtime.engine_factory import make_engine
 from pipetrain.runtime.order import order_of
-from pipetrain.runtime.session import make_engine, make_stages
 from pipetrain.runtime.stage.memory_meter import Meter
+from pipetrain.runtime.stage.stage_factory import make_stages
 from pipetrain.schedule.actions import Action
 from pipetrain.schedule.memory import totals
 from tests.gpu.rows import MIB, Row, Setting, judged
@@ -130,10 +131,9 @@ def _measure(groups: ProcessGroups, case: Case) -> Held:
     )
     engine = make_engine(plan, stages, groups)
     for number in range(WINDOWS):
-        if cuda and number + 1 == WINDOWS:
-            engine.watcher = ByAction(stages, groups.device)
-        engine.train(order_of(plan, max(plan.windows), groups.world.rank), feed, job.microbatches)
-    meter = engine.watcher
+        meter = ByAction(stages, groups.device) if cuda and number + 1 == WINDOWS else None
+        order = order_of(plan, max(plan.windows), groups.world.rank)
+        engine.train(order, feed, job.microbatches, meter=meter)
     records = sorted(engine.stats.items())
     return Held(
         [(record.activations, record.versions) for _, record in records],

@@ -19,7 +19,7 @@ from pipetrain.schedule.timeline import TracedWindow
 from tests.gpu.rows import Row, Setting, judged
 from tests.gpu.training import FLOAT32, MODELS
 from tests.support.cases import Case, Listener, make_run
-from tests.support.runs import epochs_of
+from tests.support.runs import rank_run
 
 CLOCKS_S = 1e-3  # by which a device's events may be off the host's clock, beside the error of the clocks
 REHEARSAL_S = 1.0  # likewise where a busy host may stop between sending and looking at the clock
@@ -50,7 +50,7 @@ def traced(groups: ProcessGroups, say: Say, case: Case, path: str) -> tuple[str,
     """Train with a trace; return what marks a moment, and the error of the clocks in seconds."""
     run = make_run(case)
     listener = Listener()
-    epochs_of(run, fitted(groups, run.plan), None if groups.world.rank else listener).run()  # type: ignore[arg-type]
+    rank_run(run, fitted(groups, run.plan), None if groups.world.rank else listener).run()  # type: ignore[arg-type]
     if groups.world.rank:
         return "", 0.0
     (found,) = listener.traces

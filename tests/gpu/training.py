@@ -22,7 +22,7 @@ from tests.gpu.rows import SKIPPED, Row, Setting, judged
 from tests.gpu.speed import no_compiler
 from tests.support.cases import Case, Listener, expected, make_run, run_in_threads, state_of
 from tests.support.process_ranks import gathered
-from tests.support.runs import epochs_of
+from tests.support.runs import rank_run
 
 TOLERANCE = 1e-9  # of weights and losses in float64
 NEAR = 0.05  # of a loss, relative, where something is rounded
@@ -100,7 +100,7 @@ def train(groups: ProcessGroups, case: Case) -> Trained:
     exactly()
     run = make_run(case)
     listener = Listener()
-    epochs = epochs_of(run, fitted(groups, run.plan), None if groups.world.rank else listener)  # type: ignore[arg-type]
+    epochs = rank_run(run, fitted(groups, run.plan), None if groups.world.rank else listener)  # type: ignore[arg-type]
     epochs.run()
     return Trained(
         whole(state_of(epochs, run)),
@@ -329,7 +329,7 @@ def nan(setting: Setting) -> Iterator[Row]:
 def explode(groups: ProcessGroups, say: Say, case: Case) -> str:
     """Train what cannot be; return what is said."""
     try:
-        epochs_of(make_run(case), groups, None).run()
+        rank_run(make_run(case), groups, None).run()
     except TrainingStopped as error:
         return str(error)
     return ""

@@ -24,7 +24,7 @@ from pipetrain.runtime.comm.process_groups import ProcessGroups
 from tests.gpu.rows import MIB, Row, Setting, judged
 from tests.support.cases import Case, make_run
 from tests.support.models import flat, is_planned
-from tests.support.runs import epochs_of
+from tests.support.runs import rank_run
 
 PAYLOAD_MIB = 80  # gloo and NCCL cut messages into pieces well below 64 MiB
 MESSAGES = 4  # each way
@@ -148,7 +148,7 @@ def end(groups: ProcessGroups, say: Say, how: str, file: str) -> tuple[str, floa
     options = "partition=[1]", "epochs=9", "microbatches=4", "cuda_graphs=false"
     run = make_run(Case("1f1b", 2, (*words, *options), 24))
     try:
-        epochs_of(run, fitted(groups, run.plan)).run()
+        rank_run(run, fitted(groups, run.plan)).run()
     except Killed:
         return "", 0.0
     except Exception as error:

@@ -77,8 +77,8 @@ def test_the_first_n_windows_are_traced_unless_they_would_be_too_much(
     epochs = []
     for epoch in (0, 1):
         for size in map(Size, run.sampler.batch_sizes):
-            if observe := tracer.observer(epoch, [size]):
-                observe(Row(1.0, 2.0, [Span(action, 1.0, 2.0) for action in actions]))
+            if tracer.traces(1):
+                tracer.add(epoch, [size], Row(1.0, 2.0, [Span(action, 1.0, 2.0) for action in actions]))
                 epochs.append(epoch)
     assert epochs == [0, 0, 0, 0, 1, 1, 1, 1][:traced]
     trace = tracer.collect(stopped=windows == 99)
@@ -90,10 +90,10 @@ def test_times_are_put_on_rank_0_s_clock_and_drift_is_evened_out(monkeypatch):
     now = iter([100.0, 200.0])
     monkeypatch.setattr(module, "perf_counter", lambda: next(now))
     tracer = Tracer(run.about, Shifted([(7.0, 0.01), (9.0, 0.002)]))  # type: ignore[arg-type]
-    observe = tracer.observer(0, [Size(run.sampler.batch_sizes[0])])
-    assert observe
+    assert tracer.traces(1)
     actions = run.plan.windows[1].program[0]
-    observe(Row(100.0, 200.0, [Span(action, 150.0, 150.0, 0.5) for action in actions]))
+    size = Size(run.sampler.batch_sizes[0])
+    tracer.add(0, [size], Row(100.0, 200.0, [Span(action, 150.0, 150.0, 0.5) for action in actions]))
     trace = tracer.collect(stopped=False)
     (window,) = trace.windows
     (row,) = window.timeline.rows

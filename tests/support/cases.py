@@ -40,9 +40,8 @@ from pipetrain.runtime.stage.stage import Stage
 from pipetrain.schedule.actions import Op, Program, Tie, ranks_of
 from pipetrain.signals import Signals, StopRequest
 from pipetrain.tasks import IGNORED
-from pipetrain.trainer.epochs import Epochs
 from tests.support import DEADLINE_S, reference
-from tests.support.runs import Run, epochs_of, prepare
+from tests.support.runs import RankRun, Run, prepare, rank_run
 from tests.support.thread_ranks import LocalChannel, Wire, in_threads
 
 GROUPS = {path.name for path in conf_dir().iterdir() if path.is_dir()}
@@ -198,11 +197,11 @@ class Listener:
         self.traces.append(trace)
 
 
-def state_of(epochs: Epochs, run: Run) -> dict[str, Tensor]:
+def state_of(rank: RankRun, run: Run) -> dict[str, Tensor]:
     """The weights and statistics of a rank's stages, by the whole model's names."""
     return {
         name: tensor.detach().clone()
-        for stage in epochs.session.stages.values()
+        for stage in rank.session.stages.values()
         for name, tensor in stage.module.state_dict().items()
     }
 
@@ -331,8 +330,8 @@ class Saved:
     ends: tuple[int, int] = (0, 0)
     config: dict[str, Any] = field(default_factory=dict)
 
-    def keepers(self, ranks: int, terms: dict[str, Any] | None = None) -> list[Keeper]:
-        """One a rank."""
+    def keepers(self, ranks: int, terms: dict[str, Any] | None = None, seen: int = 0) -> list[Keeper]:
+        """One a rank. `seen`: the update from which it goes on."""
         saving = SavingRanks.of(ranks)
         signals = [FixedSignals(self.at, self.request) for _ in range(ranks)]
         return [
@@ -345,6 +344,7 @@ class Saved:
                 run="a run",
                 conditions=terms or {},
                 config=self.config,
+                seen=seen,
             )
             for rank in range(ranks)
         ]
@@ -365,20 +365,19 @@ def run_in_threads(
     manifest = None if source is None else read_whole(source)
     run = runs[0] if runs else make_run(case)
     runs = runs or [run] * case.ranks
-    keepers = (
-        saved.keepers(case.ranks, tensors_of(run.take_network().model)) if saved else [None] * case.ranks
-    )
+    seen, terms = manifest.position.update if manifest else 0, tensors_of(run.take_network().model)
+    keepers = saved.keepers(case.ranks, terms, seen) if saved else [None] * case.ranks
     wire, barrier, board = Wire(run.plan.placement), Barrier(case.ranks), [None] * case.ranks
     listener, state = listener or Listener(), {}
 
     all_links = [LocalLinks(World(rank, case.ranks), wire, barrier, board) for rank in range(case.ranks)]
     # Here, one after the other: a model's weights come from the process's one random generator.
     trainers = [
-        epochs_of(runs[groups.world.rank], groups, None if groups.world.rank else listener, keeper)  # type: ignore[arg-type]
+        rank_run(runs[groups.world.rank], groups, None if groups.world.rank else listener, keeper)  # type: ignore[arg-type]
         for groups, keeper in zip(all_links, keepers, strict=True)
     ]
     for trainer in trainers if manifest else ():
-        trainer.restore(Source(source, manifest))  # type: ignore[arg-type]
+        trainer.state.restore(Source(source, manifest))  # type: ignore[arg-type]
 
     def work(rank: int) -> None:
         trainers[rank].run()

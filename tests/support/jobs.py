@@ -25,7 +25,7 @@ from pipetrain.schedule.actions import ALL
 from tests.support import DEADLINE_S
 from tests.support.cases import Case, Listener, Ran, compare, make_run, state_of
 from tests.support.process_ranks import in_world
-from tests.support.runs import epochs_of
+from tests.support.runs import rank_run
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def train_cases(world: World, store: Store, cases: Sequence[Case]) -> list[tuple
         run, listener = make_run(case), Listener()
         prefix = dist.PrefixStore(str(number), store)
         groups = ProcessGroups(world, run.plan.placement, run.plan.links, CPU, prefix, DEADLINE_S)
-        epochs = epochs_of(run, groups, None if world.rank else listener)  # type: ignore[arg-type]
+        epochs = rank_run(run, groups, None if world.rank else listener)  # type: ignore[arg-type]
         epochs.run()
         ended.append((state_of(epochs, run), listener.epochs))
         groups.close()

@@ -31,12 +31,14 @@ from pipetrain.runtime.comm.collective_guard import CollectiveGuard
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.feed import Batches
 from pipetrain.runtime.numbered_feed import NumberedBatches
-from pipetrain.runtime.session import Session, make_stages
+from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage.optimizer_trial import try_optimizer
 from pipetrain.runtime.stage.parameter_store import OptimizerFactory
+from pipetrain.runtime.stage.stage_factory import make_stages
 from pipetrain.tasks import Task
-from pipetrain.trainer.epochs import Epochs
-from pipetrain.trainer.windows import Windows
+from pipetrain.trainer import run as trainer
+from pipetrain.trainer.fit import run_epochs
+from pipetrain.trainer.listeners import listeners_of
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,27 @@ class Run:
         return About(self.settings, self.plan, self.task, self.facts, len(self.sampler.batch_sizes), self.lr)
 
 
-def epochs_of(
+@dataclass(frozen=True)
+class RankRun:
+    """A run on one rank, which has yet to begin."""
+
+    state: trainer.Run
+    recorder: Recorder | None
+
+    @property
+    def session(self) -> Session:
+        return self.state.session
+
+    def run(self) -> bool:
+        """Train and evaluate all epochs, as fit does; return False if stopped."""
+        self.state.begin(listeners_of(self.state, self.recorder), max_unsynced_s=0.0)
+        return run_epochs(self.state)
+
+
+def rank_run(
     run: Run, groups: ProcessGroups, recorder: Recorder | None = None, keeper: Keeper | None = None
-) -> Epochs:
-    """Return the epochs of a run on one rank."""
+) -> RankRun:
+    """Return a run on one rank."""
     settings, data = run.settings, run.data
     # The whole model is built, as its initial weights depend on the order of layers, and then dropped.
     network = run.take_network()
@@ -83,11 +102,9 @@ def epochs_of(
     own = settings.seed, settings.workers, settings.timeout
     train = Sampled(data.train if data else None, run.sampler.batch_sizes, run.sampler, *own)
     test = Sampled(data.test if data else None, run.evaluation_sizes, None, *own)
-    passes = PassesByNumber(train, test, run.task, groups, run.plan)
-    windows = Windows(
-        session, CollectiveGuard(groups, lambda: None), keeper.signals.take if keeper else lambda: "", 0.0
-    )
-    return Epochs(windows, groups, passes, run.about, recorder, keeper)
+    batches: Any = PassesByNumber(train, test, run.task, groups, run.plan)
+    guard = CollectiveGuard(groups, lambda: None)
+    return RankRun(trainer.Run(session, guard, run.about, batches, keeper), recorder)
 
 
 @dataclass(frozen=True)

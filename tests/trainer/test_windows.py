@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +18,14 @@ from pipetrain.model.specs import Size
 from pipetrain.runtime.comm.collective_guard import CollectiveGuard
 from pipetrain.runtime.comm.ranks import World
 from pipetrain.runtime.comm.transfer_watch import Deadline
+from pipetrain.runtime.window import Watch, WindowRun
 from pipetrain.trainer import windows as module
-from pipetrain.trainer.windows import WindowResult, Windows
+from pipetrain.trainer.passes import Pass, WindowResult
+from pipetrain.trainer.windows import Windows
 from tests.support.cases import LocalLinks
 from tests.support.thread_ranks import Wire, in_threads
 
-EVERYTHING = 1000
+AHEAD: dict[str, Any] = {"reads_ahead": True}  # nobody looks before the end of the pass
 
 
 class Source:
@@ -66,6 +68,7 @@ class Fake:
     """A session whose windows take `train_s` each; the loss of a batch is its size."""
 
     train_s = 1.0
+    evaluate = predict = None
 
     def __init__(self, log: list[str], clock: Any, ends: int = 0) -> None:
         settings = SimpleNamespace(microbatches=2, correction=Correction())
@@ -75,13 +78,13 @@ class Fake:
         self.updates, self.engine = 0, SimpleNamespace(deadline=Deadline(60))
         self.last: Any = SimpleNamespace(counts=self)
 
-    def train(self, sizes: Sequence[Size], batches: Any, *rest: Any) -> int:
+    def train(self, sizes: Sequence[Size], batches: Any, watch: Watch) -> WindowRun:
         self.clock.now += self.train_s
         if isinstance(batches, Read):
             batches.train(sizes)
         self.log.append(f"train {len(sizes)}")
         self._losses += [size.samples for size in sizes[: self._ends or None]]
-        return self._ends or len(sizes)
+        return WindowRun(sizes, self._ends or len(sizes))
 
     def take_losses(self) -> list[float]:
         losses, self._losses = self._losses, []
@@ -92,8 +95,18 @@ class Fake:
         return [] if self.last else [0.5] * len(self.take_losses())
 
 
-def ticks(batches: int) -> Any:
-    return None
+class Requests:
+    """What signals ask for, one window after the other."""
+
+    def __init__(self, requests: Iterable[str]) -> None:
+        self._requests = iter(requests)
+
+    def take(self) -> Any:
+        return next(self._requests, "")
+
+
+def a_pass(batches: Any, window: int | None, **how: Any) -> Pass:
+    return Pass("training", "a pass", batches, window, **how)
 
 
 class Rank:
@@ -108,16 +121,14 @@ class Rank:
         groups: Any = LocalLinks(World(0, 1), Wire([(0,), (1,)]), Barrier(1), [None])
         session: Any = Fake(self.log, clock, ends)
         session.plan.placement = [(0,), (0,)]
-        heard = iter(request)
-        self.windows = Windows(
-            session, CollectiveGuard(groups, lambda: None), lambda: next(heard, ""), max_unsynced_s
-        )  # type: ignore[arg-type,return-value]
+        self.session, guard = session, CollectiveGuard(groups, lambda: None)
+        self.windows = Windows(session, guard, Requests(request), (), max_unsynced_s)
 
     def train(
-        self, *batches: Any, window: int = 1, until: Any = None, read_s: float = 0.0
+        self, *batches: Any, window: int = 1, read_s: float = 0.0, **how: Any
     ) -> Iterator[WindowResult]:
-        source: Any = Source(self.log, *batches, clock=self.clock, read_s=read_s)
-        return self.windows.train("a pass", source, lambda done: window, ticks, until=until)
+        source = Source(self.log, *batches, clock=self.clock, read_s=read_s)
+        return self.windows.run(a_pass(source, window, **how))
 
 
 def test_nothing_is_read_before_who_looks_at_the_losses_has_seen_them(monkeypatch):
@@ -135,7 +146,7 @@ def test_where_nobody_looks_as_many_windows_run_between_two_words_as_take_half_a
     rank = Rank(monkeypatch, max_unsynced_s=3.0)
     words = [
         ([size.samples for size in done.sizes], done.losses, done.over)
-        for done in rank.train(*range(2, 10), until=lambda done: EVERYTHING)
+        for done in rank.train(*range(2, 10), **AHEAD)
     ]
     assert words == [
         ([2], [2], False),
@@ -148,11 +159,11 @@ def test_where_nobody_looks_as_many_windows_run_between_two_words_as_take_half_a
 def test_a_slow_loader_is_not_read_ahead_while_all_ranks_wait(monkeypatch):
     """A stop is heard soon, and data workers go on beside the training."""
     rank = Rank(monkeypatch, max_unsynced_s=100.0)
-    for _ in rank.train(*[4] * 4, until=lambda done: EVERYTHING, read_s=0.2):
+    for _ in rank.train(*[4] * 4, read_s=0.2, **AHEAD):
         pass
     assert rank.log == ["read 1", "train 1"] * 4 + ["read 0"]
     slow, some = Rank(monkeypatch, max_unsynced_s=100.0), []
-    for done in slow.train(*[4] * 7, until=lambda done: EVERYTHING, read_s=0.002):
+    for done in slow.train(*[4] * 7, read_s=0.002, **AHEAD):
         some.append(len(done.sizes))
     assert some == [1, 3, 3]
 
@@ -203,12 +214,10 @@ def test_however_fast_windows_are_read_and_trained_they_train_what_a_loop_reads(
     orders = [[label for _, labels in plain for label in labels.tolist()] for _ in range(2)]
     for read_s, train_s in ((0.0, 0.0), (0.2, 1.0), (0.0, 0.06), (0.002, 0.0)):
         rank, (read, generator) = Rank(monkeypatch, max_unsynced_s=0.5), made()
-        rank.windows.session.train_s = train_s  # type: ignore[attr-defined]
+        rank.session.train_s = train_s
         for order in orders:
-            source: Any = Read(read, rank.clock, read_s)
-            for _ in rank.windows.train(
-                "a pass", source, lambda done: window, ticks, until=lambda done: EVERYTHING
-            ):
+            source = Read(read, rank.clock, read_s)
+            for _ in rank.windows.run(a_pass(source, window, **AHEAD)):
                 pass
             assert source.trained == order, (read_s, train_s)
         assert torch.equal(generator.get_state(), expected.get_state()), (read_s, train_s)
@@ -217,22 +226,22 @@ def test_however_fast_windows_are_read_and_trained_they_train_what_a_loop_reads(
 def test_a_word_comes_where_somebody_looks(monkeypatch):
     """After every fifth batch of windows of two, the end of a window that reaches it."""
     rank = Rank(monkeypatch, max_unsynced_s=100.0)
-    passed = rank.train(*[4] * 14, window=2, until=lambda done: 5 - done % 5)
+    passed = rank.train(*[4] * 14, window=2, look_every=5, **AHEAD)
     assert [len(done.sizes) for done in passed] == [2, 4, 4, 4]
 
 
-@pytest.mark.parametrize("until", [None, lambda done: EVERYTHING])
-def test_an_error_of_the_loader_comes_after_the_updates_before_it(monkeypatch, until):
+@pytest.mark.parametrize("how", [{}, AHEAD])
+def test_an_error_of_the_loader_comes_after_the_updates_before_it(monkeypatch, how):
     """However far ahead it is read."""
-    passed, seen = Rank(monkeypatch, max_unsynced_s=100.0).train(4, 5, KeyError("third"), 7, until=until), []
+    passed, seen = Rank(monkeypatch, max_unsynced_s=100.0).train(4, 5, KeyError("third"), 7, **how), []
     with pytest.raises(KeyError, match="third"):
         seen.extend(loss for done in passed for loss in done.losses)
     assert seen == [4, 5]
 
 
-@pytest.mark.parametrize("until", [None, lambda done: EVERYTHING])
-def test_a_batch_that_cannot_be_cut_is_refused_after_the_updates_before_it(monkeypatch, until):
-    passed, seen = Rank(monkeypatch, max_unsynced_s=100.0).train(4, 5, 6, 1, 7, until=until), []
+@pytest.mark.parametrize("how", [{}, AHEAD])
+def test_a_batch_that_cannot_be_cut_is_refused_after_the_updates_before_it(monkeypatch, how):
+    passed, seen = Rank(monkeypatch, max_unsynced_s=100.0).train(4, 5, 6, 1, 7, **how), []
     with pytest.raises(BadBatch, match="a batch of 1 sample cannot be cut into microbatches=2"):
         seen.extend(loss for done in passed for loss in done.losses)
     assert seen == [4, 5, 6]
@@ -250,7 +259,7 @@ def test_what_signals_ask_for_is_heard_after_windows_alone(monkeypatch):
 
 def test_a_window_that_ends_early_ends_what_runs_at_once(monkeypatch):
     rank = Rank(monkeypatch, max_unsynced_s=100.0, ends=1)
-    done = next(rank.train(*[4] * 9, window=3, until=lambda done: EVERYTHING))
+    done = next(rank.train(*[4] * 9, window=3, **AHEAD))
     assert (done.sizes, done.early) == ([Size(4)], True)
 
 
@@ -259,20 +268,19 @@ def test_all_ranks_hear_the_losses_of_the_last_stage_what_one_was_asked_for_and_
 ):
     barrier, board, seen = Barrier(2), [None] * 2, dict[int, list[Any]]()
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: 0.0))
-    request = [iter(["", "save"]), iter(["stop", ""])]
+    request = [["", "save"], ["stop", ""]]
 
     def work(rank: int) -> None:
         log: list[str] = []
         groups: Any = LocalLinks(World(rank, 2), Wire([(0,), (1,)]), barrier, board)
         session: Any = Fake(log, SimpleNamespace(now=0.0))
         session.last = session.last if rank else None
-        windows = Windows(
-            session, CollectiveGuard(groups, lambda: None), lambda: next(request[rank], ""), 0.0
-        )  # type: ignore[arg-type,return-value]
-        source: Any = Source(log, 4, 5, ConfigError("no more"))
+        guard = CollectiveGuard(groups, lambda: None)
+        windows = Windows(session, guard, Requests(request[rank]), (), 0.0)
+        source = Source(log, 4, 5, ConfigError("no more"))
         heard: list[Any] = seen.setdefault(rank, [])
         try:
-            for done in windows.train("a pass", source, lambda done: 1, ticks):
+            for done in windows.run(a_pass(source, 1)):
                 heard.append((done.losses, done.rates, done.request))
         except (ConfigError, TrainingStopped) as error:
             heard += [str(error), log]

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from pipetrain import Pipeline, fit
 from pipetrain.checkpoint import early_stop as early
 from pipetrain.records.recorder import Recorder
-from pipetrain.trainer.epochs import Epochs
+from pipetrain.trainer.run import Run
 from tests.support.process_ranks import Ranks
 from tests.support.processes import checkpoints
 from tests.users.programs import batch, ended, mlp, sgd
@@ -315,19 +315,19 @@ def test_a_function_of_the_row_ends_it_well_and_one_that_goes_on_knows_the_epoch
 def started_late(folder: Path) -> bool:
     """Rank 0 has much to do before the first epoch: return whether that was over when this rank began it."""
     begun, over = folder / "begun", []
-    epoch = Epochs._epoch
+    windows = Run.windows
 
     def begin(self: Recorder, *given: object) -> None:
         time.sleep(0.2)
         begun.touch()
 
-    def noted(self: Epochs, *given: Any) -> Any:
+    def noted(self: Run, epoch: int) -> Any:
         over.append(begun.exists())
-        return epoch(self, *given)
+        return windows(self, epoch)
 
     with pytest.MonkeyPatch.context() as patch, pipe_of() as pipe:
         patch.setattr(Recorder, "begin", begin)
-        patch.setattr(Epochs, "_epoch", noted)
+        patch.setattr(Run, "windows", noted)
         fit(pipe, *loaders(), 1)
     return all(over)
 

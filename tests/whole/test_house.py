@@ -35,7 +35,10 @@ SEEN_IN = {
     "runtime/stage/buffers": "runtime/stage/test_recompute",
     "runtime/stage/microbatch": "runtime/stage/test_stage",
     "runtime/stage/objective": "runtime/stage/test_stage",
+    "runtime/engine_factory": "whole/test_equivalence",
     "runtime/session": "whole/test_equivalence",
+    "runtime/stage/stage_factory": "runtime/stage/test_stage",
+    "runtime/window": "trainer/test_windows",
     "runtime/whole_model": "whole/test_any_module",
     "schedule/plot": "schedule/test_draw",
     "schedule/program_file": "schedule/test_programs",
@@ -43,7 +46,11 @@ SEEN_IN = {
     "schedule/timeline": "schedule/test_simulate",
     "schedule/waits": "schedule/test_simulate",
     "signals": "whole/test_stops",
-    "trainer/passes": "users/test_fitting",
+    "trainer/agreement": "users/test_ranks_that_differ",
+    "trainer/epoch_data": "users/test_fitting",
+    "trainer/listeners": "trainer/test_run",
+    "trainer/passes": "trainer/test_windows",
+    "trainer/planning": "trainer/test_pipeline",
     "trainer/training": "trainer/test_pipeline",
 }
 """Modules without a test file of their own: what shows them."""

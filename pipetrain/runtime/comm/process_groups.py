@@ -124,11 +124,14 @@ class ProcessGroups(Ranks):
         """Make a group of some ranks; all ranks call it, in the same order."""
         return dist.new_group(sorted(ranks), timeout=self._limit, backend=self.backend)
 
-    def open(self, links: Sequence[Link], ties: Sequence[Tie] = ()) -> None:
+    def open(
+        self, links: Sequence[Link], ties: Sequence[Tie] = (), placement: Placement | None = None
+    ) -> None:
         """Connect the ends of links and the ranks of ties, if they are not connected. Raises ChannelError.
 
-        All ranks call it.
+        `placement`: that of the plan, where it is another one than was known. All ranks call it.
         """
+        self.placement = placement or self.placement
         new = [link for link in links if link not in self._opened]
         if self.world.size == 1 or not (new or ties):
             return

@@ -99,6 +99,10 @@ class Stage:
         self._batch = Batch()  # its gradient is being made
         self._reduced = Batch()  # to be stepped
 
+    def observed_by(self, *observers: Observer) -> None:
+        """Let these look at what it does, the first one first, before those that do already."""
+        self.observers[:0] = observers
+
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters and buffers by their names in the model."""
         for name, tensor in chain(self.module.named_parameters(), self.module.named_buffers()):

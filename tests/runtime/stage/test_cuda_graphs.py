@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from pipetrain.errors import ConfigError
 from pipetrain.plan.memory_fit import peaks_by_rank
-from pipetrain.runtime import session
+from pipetrain.runtime import engine_factory
 from pipetrain.runtime.session import Session
+from pipetrain.runtime.stage import stage_factory
 from pipetrain.runtime.stage.cuda_graphs import GraphedStage
 from pipetrain.runtime.stage.stage import Stage
 from tests.runtime.test_rehearsal import rehearsed
@@ -49,7 +50,7 @@ def test_gradients_and_versions_at_fixed_addresses_train_alike(words):
 
     with (
         rehearsed(),
-        patch.object(session, "Stage", GraphedStage),
+        patch.object(stage_factory, "Stage", GraphedStage),
         patch.object(GraphedStage, "capture", fix),
         patch.object(Session, "train", trained),
     ):
@@ -128,7 +129,7 @@ def recorded(monkeypatch) -> Iterator[dict[int, bool]]:
 
     with (
         rehearsed(),
-        patch.object(session, "Stage", GraphedStage),
+        patch.object(stage_factory, "Stage", GraphedStage),
         patch.object(Session, "train", trained),
     ):
         yield captured
@@ -275,7 +276,7 @@ def test_stages_are_captured_where_they_fit_and_a_line_says_which_do_not(recorde
     case = holding("Scales")
     plan = make_run(case).plan
     room = peaks_by_rank(plan.memory())[0] + plan.graph_bytes(0)
-    with caplog.at_level("INFO", "pipetrain"), patch.object(session, "gpu_bytes", lambda *_: room):
+    with caplog.at_level("INFO", "pipetrain"), patch.object(engine_factory, "gpu_bytes", lambda *_: room):
         run_in_threads(case)
     assert recorded == {0: True, 1: False}
     (line,) = [message for message in caplog.messages if "cuda_graphs=auto" in message]

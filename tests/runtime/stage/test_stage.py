@@ -17,8 +17,8 @@ from pipetrain.model.chain import Chain
 from pipetrain.model.network import Part, Slice, ValueId
 from pipetrain.model.specs import Gradients, ValueSpec
 from pipetrain.runtime.feed import Target
-from pipetrain.runtime.session import observers_of
 from pipetrain.runtime.stage.stage import Stage
+from pipetrain.runtime.stage.stage_factory import observers_of
 from pipetrain.tasks import Classification, Task
 from tests.runtime.stage.test_weights import Kernels
 from tests.support.models import Fork, Join
@@ -65,7 +65,7 @@ def stage(
     part = part_of(module.double(), enters, leaves, before=5 if index else 0, **known)
     sgd = partial(torch.optim.SGD, lr=0.1)
     made = Stage(index, part, sgd, LearningRate(), **arguments)  # type: ignore[arg-type]
-    made.observers = observers_of(made, skips)
+    made.observed_by(*observers_of(made, skips))
     return made
 
 

@@ -20,7 +20,6 @@ from pipetrain.runtime.engine import Engine
 from pipetrain.runtime.rehearsal import Rehearsal
 from pipetrain.runtime.session import Session
 from pipetrain.schedule.actions import Action
-from pipetrain.trainer.epochs import Epochs
 from pipetrain.trainer.windows import Windows
 from tests.support import DEADLINE_S
 from tests.support.cases import Case, Listener, Ran, drawing_in_turn, make_run, state_of
@@ -28,7 +27,7 @@ from tests.support.pretended_gpu.device import CUDA, on_device, pretended
 from tests.support.pretended_gpu.distributed import Distributed
 from tests.support.pretended_gpu.nccl import Hang
 from tests.support.pretended_gpu.streams import Gpu, _here, being, here
-from tests.support.runs import Run, epochs_of
+from tests.support.runs import RankRun, Run, rank_run
 from tests.support.thread_ranks import in_threads
 
 
@@ -61,7 +60,7 @@ class Ranks:
     gpu: Gpu
     distributed: Distributed
     groups: dict[int, ProcessGroups]
-    trainers: list[Epochs]
+    trainers: list[RankRun]
 
     def each(self, work: Callable[[int], None], told: bool = False) -> None:
         """Call `work` for each rank, in a thread; `told`: see Waits.running."""
@@ -100,7 +99,7 @@ def ranks_of(case: Case, exclusive: bool = False, staged: bool = False) -> Itera
         for rank in range(case.ranks):
             with on_device(gpu, rank):
                 recorder: Any = None if rank else made.listener
-                made.trainers.append(epochs_of(run, made.groups[rank], recorder))
+                made.trainers.append(rank_run(run, made.groups[rank], recorder))
         yield made
 
 
@@ -170,7 +169,7 @@ def watched(rehearsed: Sequence[Counter[int]] = ()) -> Iterator[None]:
         if not real and rehearsed:
             rehearsed[here("rank")][here("rank")] += 1
         methods = {op: at(method) for op, method in self._methods.items()}
-        with being(watched=real and window.take is None), patch.object(self, "_methods", methods):
+        with being(watched=real and window.outputs is None), patch.object(self, "_methods", methods):
             return run(self, window, *rest)
 
     def at(method: Callable[[Action, Any], None]) -> Callable[[Action, Any], None]:

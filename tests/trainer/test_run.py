@@ -15,18 +15,17 @@ from pipetrain.errors import TrainingStopped
 from pipetrain.model.specs import Size
 from pipetrain.runtime.comm.ranks import World
 from pipetrain.runtime.feed import WindowPart
-from pipetrain.trainer.epochs import Epochs
 from tests.support.cases import Case, Listener, LocalLinks, make_run, run_in_threads, state_of
-from tests.support.runs import Run, epochs_of
+from tests.support.runs import RankRun, Run, rank_run
 from tests.support.thread_ranks import Wire
 
 NORM = "model._target_=tests.support.models.with_norm"
 
 
-def epochs_for(run: Run, rank: int = 0, size: int = 1, recorder: Listener | None = None) -> Epochs:
+def epochs_for(run: Run, rank: int = 0, size: int = 1, recorder: Listener | None = None) -> RankRun:
     """The epochs of a rank that is not connected to any other."""
     groups = LocalLinks(World(rank, size), Wire(run.plan.placement), Barrier(1), [None] * size)
-    return epochs_of(run, groups, recorder)  # type: ignore[arg-type]
+    return rank_run(run, groups, recorder)  # type: ignore[arg-type]
 
 
 def initial(case: Case) -> dict[str, Tensor]:
@@ -65,7 +64,7 @@ def spoils() -> nn.Sequential:
 
 
 def test_an_evaluation_that_is_not_a_number_stops_the_run_unless_it_may_be():
-    case = Case("1f1b", 1, ("microbatches=2", "model._target_=tests.trainer.test_epochs.spoils", "epochs=1"))
+    case = Case("1f1b", 1, ("microbatches=2", "model._target_=tests.trainer.test_run.spoils", "epochs=1"))
     with pytest.raises(TrainingStopped, match="loss of the evaluation after update 4 is nan: the weights"):
         epochs_for(make_run(case)).run()
     assert epochs_for(make_run(replace(case, overrides=(*case.overrides, "on_nan=skip")))).run()
@@ -121,7 +120,7 @@ def test_the_first_rank_reads_inputs_the_last_targets_and_the_middle_nothing():
     count, size = run.task.weight, Size(run.evaluation_sizes[0])
     first, middle, last = (
         epochs_for(runs[rank], rank, 3)
-        ._passes.evaluate()
+        .state.data.evaluate()
         .open(WindowPart([size], 1, [0], [2], rank, count, torch.device("cpu")))
         for rank in range(3)
     )

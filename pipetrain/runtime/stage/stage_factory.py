@@ -1,0 +1,83 @@
+"""Makes a rank's stages of a model, as a plan cuts it."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+from torch import nn
+
+from pipetrain.config.rate import LearningRate
+from pipetrain.config.settings import Mode
+from pipetrain.model.chain import network_of
+from pipetrain.model.network import Network
+from pipetrain.model.requirements import materialise
+from pipetrain.plan.cut import homes
+from pipetrain.plan.plan import Plan
+from pipetrain.runtime.comm.process_groups import ProcessGroups
+from pipetrain.runtime.stage.batchnorm import BatchStatistics
+from pipetrain.runtime.stage.buffers import Buffers
+from pipetrain.runtime.stage.cuda_graphs import GraphedStage
+from pipetrain.runtime.stage.finite import SkipOnNaN, StopOnNaN
+from pipetrain.runtime.stage.loss_comparison import BatchLoss
+from pipetrain.runtime.stage.microbatch import Observer
+from pipetrain.runtime.stage.parameter_store import OptimizerFactory
+from pipetrain.runtime.stage.stage import Stage
+from pipetrain.tasks import Task
+
+
+def make_stages(
+    plan: Plan,
+    model: nn.Module | Network,
+    task: Task,
+    optimizer: OptimizerFactory,
+    rate: LearningRate,
+    groups: ProcessGroups,
+) -> dict[int, Stage]:
+    """Make this rank's stages of a whole model, by number, on its device.
+
+    They get the `values` of the network, if it has some; the rest of it does not.
+    """
+    settings, network = plan.settings, network_of(model, plan.example)
+    layers = plan.layers_on(groups.world.rank)
+    materialise(network, layers, {name for layer in layers for name in plan.layers[layer].borrows})
+    mine = [index for index, rank in enumerate(plan.placement) if groups.world.rank in rank]
+    home = homes(network, plan.cuts)
+    known = {id(p): name for name, p in network.model.named_parameters()}
+    wanted = settings.cuda_graphs and groups.device.type == "cuda"
+    stages: dict[int, Stage] = {}
+    for index in mine:
+        part = network.part(plan.cut.slices[index], plan.evaluation_cut.slices[index])
+        names = {own: known[id(p)] for own, p in part.named_parameters() if known[id(p)] != own}
+        if any(index in tie and not stages.keys().isdisjoint(tie) for tie in plan.cut.ties):
+            part = deepcopy(part)  # each stage has copies of the weights that it shares
+        kind = GraphedStage if wanted and not plan.not_captured(index) else Stage
+        stages[index] = stage = kind(
+            index,
+            part.to(groups.device),
+            optimizer,
+            rate,
+            device=groups.device.type,
+            task=task.to(groups.device) if index == plan.stages - 1 else None,
+            numerics=plan.numerics,
+            compile=settings.compile,
+            selective=plan.modes[index] is Mode.SELECTIVE,
+            ema=settings.ema,
+            correction=settings.correction,
+            clip_grad_norm=settings.clip_grad_norm,
+            names=names,
+            elsewhere={name for name, first in home.items() if first != index},
+            model=network.model if index == plan.stages - 1 else None,
+        )
+        stage.observed_by(*observers_of(stage, settings.on_nan == "skip", settings.batchnorm == "batch"))
+        compared = index == plan.stages - 1 and not task.is_known and settings.microbatches > 1
+        if compared and len(plan.placement[index]) == 1:
+            stage.observed_by(BatchLoss(stage))
+    return stages
+
+
+def observers_of(stage: Stage, skips: bool = False, by_batch: bool = False) -> list[Observer]:
+    """Return what looks at a stage. `skips`: on_nan=skip; `by_batch`: batchnorm=batch."""
+    moved = [BatchStatistics(stage.module, only_finite=skips)] if by_batch else []
+    if not skips:
+        return [StopOnNaN(stage), *moved]
+    return [SkipOnNaN(stage, Buffers(stage.module, without=moved[0].buffers if moved else ())), *moved]

@@ -1,0 +1,65 @@
+"""A window of batches on one rank: what looks at it while it runs, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pipetrain.model.network import Tensors
+from pipetrain.model.specs import Size
+from pipetrain.runtime.engine import Progress
+from pipetrain.runtime.order import StopCheck
+from pipetrain.runtime.stage.memory_meter import PeakBytes
+from pipetrain.schedule.timeline import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What looks at a window while it runs.
+
+    `progress`: advanced as it goes. `stop_check`: may end it early. `times`: whether its spans are read, for
+    which the host waits. `memory`: whether what the stages hold in a window of training is measured.
+    """
+
+    progress: tuple[Progress, ...] = ()
+    stop_check: StopCheck | None = None
+    times: bool = False
+    memory: bool = False
+
+    @classmethod
+    def together(cls, watches: Iterable[Watch]) -> Watch:
+        """Return one that looks at all that these do."""
+        every = list(watches)
+        return cls(
+            tuple(progress for watch in every for progress in watch.progress),
+            next((watch.stop_check for watch in every if watch.stop_check), None),
+            any(watch.times for watch in every),
+            any(watch.memory for watch in every),
+        )
+
+
+UNWATCHED = Watch()
+
+
+@dataclass(frozen=True, slots=True)
+class WindowRun:
+    """What a window of batches of the sizes `given` came to; `done` of them ran.
+
+    `row`, `peak_bytes`: what was measured, where a Watch has asked for it. `outputs`: of a prediction, those
+    for each batch in host memory, on rank 0.
+    """
+
+    given: Sequence[Size]
+    done: int
+    row: Row | None = None
+    peak_bytes: PeakBytes | None = None
+    outputs: Sequence[Tensors] = ()
+
+    @property
+    def sizes(self) -> Sequence[Size]:
+        """The sizes of the batches that ran."""
+        return self.given[: self.done]
+
+    @property
+    def early(self) -> bool:
+        return self.done < len(self.given)

@@ -1,0 +1,184 @@
+"""From the first batch to the plan: network, costs, cut, programs, and the task held against them.
+
+Only rank 0 has the batch. What follows from it is alike on all ranks, and an error of one is that of all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipetrain.config.settings import PROFILE, Settings
+from pipetrain.data.loader_facts import known_sizes
+from pipetrain.data.reader import Form, Reader
+from pipetrain.data.sampling import Sampled
+from pipetrain.errors import ConfigError, of_all
+from pipetrain.model.chain import network_of
+from pipetrain.model.network import Network, Values
+from pipetrain.model.specs import Size, ValueSpec, as_tuple, cast_floats
+from pipetrain.plan.cost_estimate import estimate_short
+from pipetrain.plan.costs import Profile, profile_conditions, read_profile
+from pipetrain.plan.make_plan import make_plan
+from pipetrain.plan.memory_fit import optimizer_state
+from pipetrain.plan.parity import compare_loss, compare_stages, parity
+from pipetrain.plan.plan import Plan, Samples, check_targets
+from pipetrain.runtime.comm.collective_guard import (
+    CollectiveGuard,
+    broadcast_from_rank0,
+    compare_ranks,
+    digest,
+)
+from pipetrain.runtime.profile import measure, twin_of
+from pipetrain.tasks import ModelLoss
+from pipetrain.tasks.trial import choose_weight, spare, used_outputs
+from pipetrain.trainer.arguments import Arguments
+from pipetrain.trainer.windows import NO_BATCH
+
+log = logging.getLogger("pipetrain")
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What follows from the first batch, of a `form`. `apart`: why microbatches train otherwise than it."""
+
+    network: Network
+    plan: Plan
+    form: Form
+    apart: str
+
+
+def plan_for(
+    reader: Reader | Sampled | None,
+    request: Arguments,
+    settings: Settings,
+    values: Values | None,
+    samples: Samples | None,
+    guard: CollectiveGuard,
+) -> Planned:
+    """Plan for the first batch of rank 0, whose `reader` it is. All ranks call it.
+
+    `values`: with which the weights begin. `samples`: the sizes of all batches; None: others may come.
+    """
+    known = guard.on_first("the first batch", partial(_facts_of, reader))
+    if known is None:
+        raise of_all(ConfigError(NO_BATCH), guard.groups.world.rank)
+    data, batch, smallest = known
+    form, size, m = Form.from_json(data), Size.from_json(batch), settings.microbatches
+    if samples is None:
+        settings = replace(settings, samples=max(m, size.samples // m * m))
+    inputs = _with_whole_numbers(reader, form.inputs, min(size, settings.full), guard)
+
+    def planned() -> tuple[Network, Plan]:
+        network = network_of(request.model, inputs, settings.precision == "bf16")
+        network.values = values
+        if isinstance(request.task, ModelLoss):
+            choose_weight(request.task, network, inputs)
+        plan = _plan(reader, request, settings, network, inputs, samples, guard)
+        if smallest is not None and Size.from_json(smallest).pieces(m)[-1] == Size(1) < settings.full:
+            estimate_short(network.spare(), plan.example.of(Size(1)), plan.numerics)
+        return network, plan
+
+    network, plan = guard.on_all("the plan", planned)
+    if network.kept and not guard.groups.world.rank:
+        log.warning(
+            "pipetrain: the model's forward sets %s: a traced model does not run these statements in "
+            "training, so what the program reads there stays as it is",
+            ", ".join(network.kept),
+        )
+    apart = guard.on_first("the task", partial(_compare, plan, request, network, reader))
+    return Planned(network, plan, form, apart)
+
+
+def _facts_of(reader: Any) -> list[Any] | None:
+    """Return what the other ranks need to know of the first batch; None if there is none.
+
+    Its form, its size, and that of the smallest batch to train, if known.
+    """
+    first = reader.first()
+    sizes = known_sizes(reader.loader) if isinstance(reader, Reader) and reader.weight else None
+    smallest = min(sizes).to_json() if sizes else None
+    form = first and Form(*map(ValueSpec.in_batch, first)).to_json()
+    return first and [form, Size.of(first[0]).to_json(), smallest]
+
+
+def _with_whole_numbers(reader: Any, inputs: ValueSpec, size: Size, guard: CollectiveGuard) -> ValueSpec:
+    """Return the inputs with the whole numbers of the first batch, on which sizes may depend."""
+    known: dict[int, Tensor] = {}
+    for number, spec in enumerate(inputs.of(size).specs):
+        if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
+            known[number] = torch.zeros(spec.shape, dtype=spec.dtype)
+            if first := reader and reader.first():
+                known[number].copy_(as_tuple(first[0])[number][: len(known[number])])
+            with guard():
+                guard.groups.copy_from_first("the first batch", known[number])
+    return replace(inputs, known=known)
+
+
+def _plan(
+    reader: Any,
+    request: Arguments,
+    settings: Settings,
+    network: Network,
+    inputs: ValueSpec,
+    samples: Samples | None,
+    guard: CollectiveGuard,
+) -> Plan:
+    """Return the plan for batches like the first one, the same on every rank."""
+    groups, task = guard.groups, request.task
+    profile: Any = None
+    if settings.partition == PROFILE:
+        conditions = profile_conditions(settings, request.optim)
+        if settings.profile is not None:
+            read = partial(read_profile, settings.profile, conditions)
+            profile = Profile.from_json(guard.on_first("the profile", lambda: read().to_json()))
+        else:
+            measured = groups, settings, conditions, twin_of(network), request.optimizer
+            profile = guard()(partial(measure, *measured))
+
+    def uses(outputs: ValueSpec) -> Sequence[bool]:
+        """Return which of the model's outputs the loss of the first batch uses."""
+        loss, dtype = spare(task, request.model), settings.data_dtype
+        used: Sequence[bool] = guard.on_first(
+            "the loss", lambda: used_outputs(loss, outputs, cast_floats(reader.first()[1], dtype))
+        )
+        return used
+
+    state_of, draft = optimizer_state(request.optimizer), replace(request.draft, settings=settings)
+    plan = make_plan(draft, network.spare(), inputs, samples, profile, state_of, task, uses)
+    with guard():
+        kinds = [type(module).__name__ for module in network.modules]
+        layers = {
+            f"layer {layer.name}": [
+                kind, *layer.weights, str(layer.output), f"operations {layer.operations:x}"
+            ]
+            for kind, layer in zip(kinds, plan.layers, strict=True)
+        }  # fmt: skip
+        program = digest(plan.window.program)
+        compare_ranks(groups, "the plan", {**plan.pipeline, "program": program, **layers})
+        broadcast_from_rank0(groups, "the tensors of the layers", plan.foreign)
+    return plan
+
+
+def _compare(plan: Plan, request: Arguments, network: Network, reader: Any) -> str:
+    """Hold the task and the stages against the model, on the first batch.
+
+    Return why microbatches would train otherwise.
+    """
+    inputs, targets = reader.first()
+    task = spare(request.task, network.model)
+    after_forward = compare_loss(plan, network, task, inputs, targets)
+    compare_stages(plan, network, inputs)
+    check_targets(plan, task, targets, getattr(reader, "classes", None), after_forward)
+    return parity(plan, network, task, inputs, targets)
+
+
+def refuse_targets(plan: Plan, request: Arguments, samples: Sampled) -> None:
+    """Refuse targets that the task cannot take. Raises ConfigError."""
+    _, targets = samples.first()
+    check_targets(plan, spare(request.task, request.model), targets, samples.classes)
