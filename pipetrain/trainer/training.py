@@ -23,9 +23,7 @@ from pipetrain.model.factory import Initial
 from pipetrain.model.specs import TensorSpec, ValueSpec
 from pipetrain.plan.plan import Samples
 from pipetrain.records.progress_bar import Bar
-from pipetrain.runtime.comm.collective_guard import (
-    CollectiveGuard,
-)
+from pipetrain.runtime.comm.collective_guard import CollectiveGuard
 from pipetrain.runtime.feed import Batches
 from pipetrain.runtime.loader_feed import LoaderBatches
 from pipetrain.runtime.numbered_feed import NumberedBatches

@@ -41,7 +41,7 @@ from pipetrain.schedule.actions import Op, Program, Tie, ranks_of
 from pipetrain.signals import Signals, StopRequest
 from pipetrain.tasks import IGNORED
 from tests.support import DEADLINE_S, reference
-from tests.support.runs import RankRun, Run, prepare, rank_run
+from tests.support.runs import Run, prepare, rank_run
 from tests.support.thread_ranks import LocalChannel, Wire, in_threads
 
 GROUPS = {path.name for path in conf_dir().iterdir() if path.is_dir()}
@@ -128,12 +128,12 @@ def prepared(
 @lru_cache(maxsize=8)
 def make_run(case: Case) -> Run:
     """Prepare a case as a rank would, in float64."""
-    cfg = _config(case)
+    cfg = options_of_case(case)
     return prepared(cfg, case.schedule, case.ranks, case.train_samples, case.ignored)
 
 
 @lru_cache(maxsize=16)
-def _config(case: Case, model: str = "") -> dict[str, Any]:
+def options_of_case(case: Case, model: str = "") -> dict[str, Any]:
     defaults = ["data=digits", "dtype=float64", "batch_size=12", "epochs=3", "optim.lr=0.05", "warmup=0.3"]
     defaults += ["lr_schedule=cosine", "model._target_=tests.support.models.with_norm"]
     defaults += ["data.augment.flip=true", f"timeout={DEADLINE_S}"]
@@ -146,7 +146,7 @@ def expected(case: Case, ran: Sequence[Program] = ()) -> reference.Outcome:
     """Train a case by the reference; where a policy decided the order, by the versions that were read."""
     run = make_run(case)
     if case.reference_model:
-        cfg = _config(case, case.reference_model)
+        cfg = options_of_case(case, case.reference_model)
         run = prepared(cfg, case.schedule, case.ranks, case.train_samples, case.ignored)
     delays = [_reads(program) for program in ran] or repeat(_delay(case, run))
     return reference.train(run.take_network().model, run, delays, dict([case.early] if case.early else []))
@@ -156,7 +156,7 @@ def _delay(case: Case, run: Run) -> reference.Delay:
     """The theory's delays; for a schedule that has none, what the plan's program says."""
     alone = all(len(ranks) == 1 for ranks in run.plan.placement)  # replicas change how many are ahead
     if case.schedule in reference.DELAYS and alone:
-        buffer = _config(case)["schedule"].get("buffer")
+        buffer = options_of_case(case)["schedule"].get("buffer")
         more = [] if buffer is None else [buffer]
         return reference.DELAYS[case.schedule](run.plan.stages, run.settings.microbatches, *more)
     return _reads(run.plan.window.program)
@@ -182,6 +182,8 @@ class Listener:
         self.epochs = Ran()
         self.traces: list[Trace] = []
 
+    def close(self) -> None: ...
+
     def begin(self, history: Sequence[EpochRecord] = (), again: bool = False) -> None:
         self.epochs.extend(history)
 
@@ -197,7 +199,7 @@ class Listener:
         self.traces.append(trace)
 
 
-def state_of(rank: RankRun, run: Run) -> dict[str, Tensor]:
+def state_of(rank: Any, run: Run) -> dict[str, Tensor]:
     """The weights and statistics of a rank's stages, by the whole model's names."""
     return {
         name: tensor.detach().clone()

@@ -7,13 +7,17 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from pipetrain import Pipeline
 from pipetrain.codec import Codecs
+from pipetrain.config.build import make_optimizer, make_schedule, model_of
+from pipetrain.data.sampling import Sampled
 from pipetrain.errors import ChannelError, Refused
 from pipetrain.model.specs import TensorSpec, specs_of
 from pipetrain.runtime.comm.message import Message
@@ -22,31 +26,42 @@ from pipetrain.runtime.comm.ranks import Ranks, World
 from pipetrain.runtime.comm.rendezvous import make_group
 from pipetrain.runtime.mailbox import Coding
 from pipetrain.schedule.actions import ALL
+from pipetrain.trainer import fit
+from pipetrain.trainer.epoch_data import EpochData
 from tests.support import DEADLINE_S
-from tests.support.cases import Case, Listener, Ran, compare, make_run, state_of
-from tests.support.process_ranks import in_world
-from tests.support.runs import rank_run
+from tests.support.cases import Case, Listener, Ran, compare, make_run, options_of_case, state_of
 
 CPU = torch.device("cpu")
 
 
-def train_cases(world: World, store: Store, cases: Sequence[Case]) -> list[tuple[dict[str, Tensor], Ran]]:
-    """Train each case over gloo; return this rank's state, and rank 0's figures."""
-    ended = []
-    for number, case in enumerate(cases):
-        run, listener = make_run(case), Listener()
-        prefix = dist.PrefixStore(str(number), store)
-        groups = ProcessGroups(world, run.plan.placement, run.plan.links, CPU, prefix, DEADLINE_S)
-        epochs = rank_run(run, groups, None if world.rank else listener)  # type: ignore[arg-type]
-        epochs.run()
-        ended.append((state_of(epochs, run), listener.epochs))
-        groups.close()
-    return ended
+def train_cases(cases: Sequence[Case]) -> list[tuple[dict[str, Tensor], Ran]]:
+    """Train each case over gloo by Pipeline; return this rank's state, and rank 0's figures."""
+    return [train_by_pipeline(case) for case in cases]
+
+
+def train_by_pipeline(case: Case) -> tuple[dict[str, Tensor], Ran]:
+    """Train a case as the command does, on a rank of torchrun; return its stages' state, and the figures."""
+    run, cfg, listener = make_run(case), options_of_case(case), Listener()
+    settings, data = run.settings, run.data
+    assert data is not None
+    own = settings.seed, settings.workers, settings.timeout, data.classes
+    train = Sampled(data.train, run.sampler.batch_sizes, run.sampler, *own)
+    test = Sampled(data.test, run.evaluation_sizes, None, *own)
+    optimizer, schedule, rate = make_optimizer(cfg), make_schedule(cfg), settings.rate(run.updates)
+    model = model_of(cfg, settings.seed)
+    with (
+        Pipeline(model, run.task, optimizer, schedule, lr_schedule=rate, settings=settings) as pipe,
+        patch.object(fit, "_recorder", lambda *_: listener),
+    ):
+        training = pipe._training
+        epochs = EpochData(training, train, test, len(run.sampler.batch_sizes), None)
+        fit.train_epochs(training, epochs, training.settings, run.facts, None)
+        return state_of(training, run), listener.epochs
 
 
 def equal_the_reference(ranks: Callable[..., list[Any]], cases: Sequence[Case]) -> None:
     """Train cases on ranks that stay, and hold each against the reference."""
-    for case, parts in zip(cases, zip(*ranks(in_world, train_cases, cases), strict=True), strict=True):
+    for case, parts in zip(cases, zip(*ranks(train_cases, cases), strict=True), strict=True):
         compare(case, {name: t for state, _ in parts for name, t in state.items()}, parts[0][1])
 
 
