@@ -17,17 +17,18 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from pipetrain.checkpoint.resume import Source, find_source
 from pipetrain.commands.cli import as_mapping, compose, contained, quoted, values_of
 from pipetrain.commands.job import Job, Parts, train
-from pipetrain.commands.obtain import obtain_data
 from pipetrain.commands.start import Start, as_json, refuse_few_layers
+from pipetrain.config.choices import chosen, conf_dir
 from pipetrain.config.settings import AUTO, PROFILE, Mode, Settings, value_at
-from pipetrain.data import load_augment
+from pipetrain.data import Data, DataMissing, load_augment, load_data
 from pipetrain.errors import ConfigError, Refused, one_line
 from pipetrain.exit import REFUSED
 from pipetrain.records import run_folder as folder
@@ -38,6 +39,7 @@ from pipetrain.schedule.actions import ScheduleError
 
 log = logging.getLogger("pipetrain")
 
+CARRIED_OVER = ("workers", "drop_last", "train_limit", "test_limit")  # options kept for a fallback data set
 RELEASE_S = 10.0  # for the remaining processes of a killed run to release its folder
 
 
@@ -153,6 +155,36 @@ def run_job(composed: DictConfig, start: Start) -> None:
         stopped = train(job, parts, source, start, data, config)
     if stopped:  # by SIGTERM, which ends a sweep too
         sys.exit()
+
+
+def obtain_data(cfg: DictConfig, dtype: torch.dtype) -> tuple[DictConfig, Data]:
+    """Load the data set, or the one of `data.fallback` if it is not available. Raises ConfigError.
+
+    Returns the configuration with the data set used, whose recipe replaces values not set by hand, and the
+    data.
+    """
+    fallback = cfg.data.get("fallback")
+    if fallback is not None:
+        chosen("data.fallback", "data", fallback)  # refuses another name
+    try:
+        return cfg, load_data(values_of(cfg.data), dtype)
+    except DataMissing as error:
+        if fallback in (None, cfg.data.name):
+            raise
+        note = f"{error}; using {fallback} instead"
+    log.warning("pipetrain: %s", note)
+    cfg = with_fallback(cfg)
+    return cfg, replace(load_data(values_of(cfg.data), dtype), note=note)
+
+
+def with_fallback(cfg: DictConfig) -> DictConfig:
+    """Return the configuration with the data set of its `data.fallback`."""
+    cfg = cfg.copy()
+    taken = OmegaConf.load(conf_dir() / "data" / f"{cfg.data.fallback}.yaml")
+    for key in CARRIED_OVER:
+        OmegaConf.update(taken, key, cfg.data[key])
+    cfg.data = taken
+    return cfg
 
 
 def cuts_of(source: Source, settings: Settings) -> dict[str, Any]:

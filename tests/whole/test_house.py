@@ -20,7 +20,6 @@ SEEN_IN = {
     "__init__": "docs/test_api_docs",
     "checkpoint/rank_state": "checkpoint/test_dcp",
     "commands/job": "commands/test_train",
-    "commands/rank0": "commands/test_train",
     "errors": "test_exit",
     "trainer/fit": "users/test_fitting",
     "models/layers": "models/test_vision",
