@@ -38,22 +38,19 @@ from tests.gpu.rows import (
 from tests.support import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-REHEARSED = [
-    "large",
-    "error",
-    "start",
-    "nccl-2",
-    "replicas",
-    "corrections",
-    "exact",
-    "codecs",
-    "bf16",
-    "trace",
-    "nan",
-]
+ALONE = ["nccl-2", "trace", "nan"]  # in a program of its own
+REHEARSED = ["large", "error", "start", "replicas", "corrections", "exact", "codecs", "bf16"]
 REHEARSED += ["held", "no-waits", "tight", "float64", "race"]
 OPTIONS = ["--device", "cpu", "--quick", "--out", "found", "--only"]
 NOT_NEEDED = ["safetensors", "tqdm", "tensorboard", "matplotlib", "scipy"]
+
+
+def names_of(table: str) -> list[str]:
+    """Return the checks of a table in which all passed."""
+    assert "REHEARSAL" in table
+    rows = re.findall(r"^\| (\S+) .*\| (\S*) +\| +[\d.]+ \|$", table, re.MULTILINE)
+    assert {outcome for _, outcome in rows} == {PASS}, table
+    return list(dict.fromkeys(name for name, _ in rows))
 
 
 @pytest.mark.processes
@@ -63,7 +60,7 @@ def test_a_rehearsal_passes_with_torch_and_hydra_alone(tmp_path):
     for name in NOT_NEEDED:
         (blocked / f"{name}.py").write_text(f"raise ImportError('{name} is not needed')")
     done = subprocess.run(
-        [sys.executable, ROOT / "scripts/gpu_check.py", *OPTIONS, *REHEARSED],
+        [sys.executable, ROOT / "scripts/gpu_check.py", *OPTIONS, *ALONE],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(blocked)},
         capture_output=True,
@@ -74,11 +71,16 @@ def test_a_rehearsal_passes_with_torch_and_hydra_alone(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     table = (tmp_path / "found" / cli.REPORT).read_text()
     assert done.stdout == table
-    assert "REHEARSAL" in table
-    rows = re.findall(r"^\| (\S+) .*\| (\S*) +\| +[\d.]+ \|$", table, re.MULTILINE)
-    assert list(dict.fromkeys(name for name, _ in rows)) == REHEARSED
-    assert {outcome for _, outcome in rows} == {PASS}
+    assert names_of(table) == ALONE
     assert len(chrome.read(tmp_path / "found/trace.json")[1]) == 8
+
+
+@pytest.mark.processes
+def test_the_other_checks_pass_in_a_rehearsal(tmp_path, monkeypatch, capsys):
+    """Their ranks are forked from the server of the tests, which has imported what they need."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*OPTIONS, *REHEARSED]) == 0
+    assert names_of(capsys.readouterr().out) == REHEARSED
 
 
 def test_without_a_gpu_it_is_refused_in_one_sentence(capsys, monkeypatch):
