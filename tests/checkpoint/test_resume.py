@@ -53,7 +53,8 @@ def numbers(epochs: Ran) -> Any:
 
 def a_case(schedule: str, ranks: int, *overrides: str) -> Case:
     m = max(2, ranks) if schedule != "pipedream" else 1
-    return Case(schedule, ranks, (f"microbatches={m}", WINDOWS.get(schedule, "window=1"), *overrides), 48)
+    words = f"microbatches={m}", "epochs=3", WINDOWS.get(schedule, "window=1"), *overrides
+    return Case(schedule, ranks, words, 48)
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ def idle() -> nn.Sequential:
     return nn.Sequential(*flat(), nn.Linear(12, 10), nn.Tanh(), nn.Tanh())
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "zb_h1", "zbv"])
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "zbv"])
 def test_cuda_graphs_replay_what_single_launches_do(schedule):
     words = (*FLOATS, "window=2", "clip_grad_norm=0.1")
     single, graphs = (equal_the_cpu(case(schedule, *words, *more)) for more in ((), ("cuda_graphs=true",)))
@@ -232,7 +232,6 @@ def small_buckets(monkeypatch):
         spread("1f1b", 3, "replicas=[1,2]", PLAIN, "microbatches=3", "clip_grad_norm=0.1"),
         spread("1f1b", 4, "replicas=2", TIED, "partition=[2]", "microbatches=4", *CLIPPED),
         spread("1f1b", 2, "placement=0-1.0-1", NORM, "microbatches=4", "batchnorm=batch"),
-        spread("1f1b", 3, "replicas=[2,1]", PLAIN, "microbatches=4", "batchnorm=batch"),
         spread("pipedream", 3, "replicas=[2,1]", *FROZEN, "microbatches=4", "batchnorm=batch"),
         spread("pipedream", 3, "replicas=[2,1]", NORM, "microbatches=1"),
         spread("pipedream", 4, "replicas=2", PLAIN, "microbatches=2", "window=2"),

@@ -189,14 +189,14 @@ OPTIONS = {
     "zbv": [("recompute=always", *TIED)],
     "fbp": [CODED, SKIPPING],
 }
+ON_THREE = ("pipedream", "zb_h1", "v_half", "fbp")
 FOUR = ("microbatches=4",)  # of 3 and 2 samples, evaluation of 6 and 5; else as the schedule's file says
 
 
 @pytest.mark.parametrize(
     ("schedule", "ranks", "words"),
     [
-        *((name, 2, FOUR) for name in SCHEDULES),
-        *((name, 3, FOUR) for name in ("pipedream", "zb_h1", "v_half", "fbp")),
+        *((name, 3 if name in ON_THREE else 2, FOUR) for name in SCHEDULES),
         *((name, 2, words) for name, some in OPTIONS.items() for words in some),
     ],
     ids=str,

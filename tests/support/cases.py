@@ -134,7 +134,7 @@ def make_run(case: Case) -> Run:
 
 @lru_cache(maxsize=16)
 def options_of_case(case: Case, model: str = "") -> dict[str, Any]:
-    defaults = ["data=digits", "dtype=float64", "batch_size=12", "epochs=3", "optim.lr=0.05", "warmup=0.3"]
+    defaults = ["data=digits", "dtype=float64", "batch_size=12", "epochs=2", "optim.lr=0.05", "warmup=0.3"]
     defaults += ["lr_schedule=cosine", "model._target_=tests.support.models.with_norm"]
     defaults += ["data.augment.flip=true", f"timeout={DEADLINE_S}"]
     twin = model if "." in model else f"models.{model}"

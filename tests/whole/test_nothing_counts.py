@@ -11,7 +11,7 @@ from tests.support.cases import Case, Saved, compare, make_run, run_in_threads
 
 _SAMPLER = Sampler(44, 12, 2, seed=0)
 IGNORED = tuple(torch.cat([*_SAMPLER.epoch(0)[1], *_SAMPLER.epoch(2)[3]]).tolist())  # the last one is short
-WORDS = ("microbatches=2", "optim.momentum=0.9", "optim.weight_decay=0.1")
+WORDS = ("epochs=3", "microbatches=2", "optim.momentum=0.9", "optim.weight_decay=0.1")
 
 
 def a_case(schedule: str, ranks: int, *words: str) -> Case:
