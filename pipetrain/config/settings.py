@@ -308,6 +308,11 @@ class Settings:
         """The size of a full microbatch; some have 1 less if `microbatches` do not divide a batch."""
         return Size(self.batch_size).pieces(self.microbatches)[0]
 
+    def fitted_to(self, first: Size) -> Settings:
+        """Return those for a loader whose first batch is of this size, rounded to even microbatches."""
+        m = self.microbatches
+        return replace(self, samples=max(m, first.samples // m * m))
+
     def updates(self, batches: int) -> int:
         """Return the number of updates of the whole training, of epochs of `batches` batches each."""
         return min(self.epochs * batches, self.max_updates or sys.maxsize)

@@ -41,10 +41,6 @@ class Size:
         samples, more = divmod(self.samples, microbatches)
         return [Size(samples + (index < more)) for index in range(microbatches)]
 
-    def times(self, microbatches: int) -> Size:
-        """Return the size of a batch of so many microbatches of this size."""
-        return self.joined([self] * microbatches)
-
     def can_be_cut(self, microbatches: int) -> bool:
         return self.samples >= microbatches
 

@@ -243,7 +243,7 @@ class Samples:
     def like(cls, settings: Settings) -> Samples:
         """Return the samples of a full microbatch and of a larger one, which give the specs of any other."""
         two = settings.full.neighbours
-        return cls([size.times(settings.microbatches) for size in two], two)
+        return cls([Size.joined([size] * settings.microbatches) for size in two], two)
 
     def microbatches(self, pieces_of_each: int) -> set[Size]:
         """Return the sizes of microbatches, for so many per batch."""

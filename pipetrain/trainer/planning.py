@@ -69,9 +69,9 @@ def plan_for(
     if known is None:
         raise of_all(ConfigError(NO_BATCH), guard.groups.world.rank)
     data, batch, smallest = known
-    form, size, m = Form.from_json(data), Size.from_json(batch), settings.microbatches
+    form, size = Form.from_json(data), Size.from_json(batch)
     if samples is None:
-        settings = replace(settings, samples=max(m, size.samples // m * m))
+        settings = settings.fitted_to(size)
     inputs = _with_whole_numbers(reader, form.inputs, min(size, settings.full), guard)
 
     def planned() -> tuple[Network, Plan]:
@@ -80,7 +80,8 @@ def plan_for(
         if isinstance(request.task, ModelLoss):
             choose_weight(request.task, network, inputs)
         plan = _plan(reader, request, settings, network, inputs, samples, guard)
-        if smallest is not None and Size.from_json(smallest).pieces(m)[-1] == Size(1) < settings.full:
+        shortest = smallest and Size.from_json(smallest).pieces(settings.microbatches)[-1]
+        if shortest == Size(1) < settings.full:
             estimate_short(network.spare(), plan.example.of(Size(1)), plan.numerics)
         return network, plan
 
