@@ -126,11 +126,8 @@ class Session:
         self, sizes: Sequence[Size], batches: Batches, order: Order, targets: bool = True
     ) -> Iterator[WindowFeed]:
         """Yield the microbatches of a window; of an error for want of memory, say what was predicted."""
-        mbs, rank, device = (
-            range(len(sizes) * order.microbatches),
-            self._groups.world.rank,
-            self._groups.device,
-        )
+        groups = self._groups
+        mbs, rank, device = range(len(sizes) * order.microbatches), groups.world.rank, groups.device
         first, last = ([order.home(stage, mb) for mb in mbs] for stage in (0, self.plan.stages - 1))
         part = WindowPart(
             sizes,
