@@ -20,8 +20,9 @@ from pipetrain.plan.cost_estimate import Layer
 from pipetrain.plan.costs import Table
 from pipetrain.plan.cut import Cut
 from pipetrain.plan.partition import Choice
-from pipetrain.plan.program import Draft, ProvenWindows, Window, window_lengths
+from pipetrain.plan.program import Draft, ProvenWindows, Window
 from pipetrain.plan.replica_partition import Way
+from pipetrain.plan.window_schedule import WindowSchedule
 from pipetrain.schedule.actions import Edge, Op, Placement, Tie, asks_for
 from pipetrain.schedule.early_stops import StopPoints, stop_points_of
 from pipetrain.schedule.lower import Link, links
@@ -251,7 +252,7 @@ class Samples:
 
     def windows(self, window: int | None) -> list[int]:
         """Return all lengths of windows, the longest first."""
-        return sorted(set(window_lengths(len(self.batches), window)), reverse=True)
+        return sorted(set(WindowSchedule(window).lengths(len(self.batches))), reverse=True)
 
 
 # What is done with a plan before it runs

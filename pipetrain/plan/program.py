@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import chain, combinations, pairwise
+from itertools import chain, combinations
 from typing import Any
 
 from pipetrain.config.settings import AUTO, Settings
@@ -142,13 +142,6 @@ class Draft:
         """Return the window that `verify` has made, if it is of this program over equal edges."""
         equal_edges = cut is None or ({*cut.bounds.values()} <= {self.settings.buffer_size} and not cut.ties)
         return self.proven if equal_edges and self.proven and self.proven.program == program else None
-
-
-def window_lengths(batches: int, window: int | None, done: int = 0) -> list[int]:
-    """Return the lengths of an epoch's windows after `done` batches; they end where a whole epoch's end."""
-    size = window or batches
-    ends = [done, *range(done - done % size + size, batches, size), batches]
-    return [end - start for start, end in pairwise(ends) if end > start]
 
 
 def _compute_only(settings: Settings, schedule: Schedule, batches: int, **offered: Any) -> Program:

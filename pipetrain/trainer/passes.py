@@ -44,17 +44,6 @@ class Pass:
     def trains(self) -> bool:
         return self.kind == "training"
 
-    def length(self, done: int, bound: int | None = None) -> int | None:
-        """Return the batches of the next window, of at most `bound`, after so many of the pass.
-
-        0 for no window, None for all that are left.
-        """
-        window = self.window
-        if window is not None and self.begun is not None:
-            window -= (self.begun + done) % window
-        left = None if self.most is None else self.most - done
-        return min((n for n in (window, left, bound) if n is not None), default=None)
-
 
 @dataclass(frozen=True, slots=True)
 class WindowResult:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pipetrain.data.reader import BadBatch, too_small
 from pipetrain.errors import ConfigError, of_all
 from pipetrain.model.specs import Size
+from pipetrain.plan.window_schedule import NONE, WindowSchedule
 from pipetrain.runtime.comm.collective_guard import (
     CollectiveGuard,
     Failure,
@@ -58,7 +59,8 @@ class _Cursor:
     def __init__(self, of: Pass, session: Session) -> None:
         self.of, self.done = of, 0
         self._first = session.updates
-        self._correction = session.plan.settings.correction
+        correction = session.plan.settings.correction if of.trains else NONE
+        self._schedule = WindowSchedule(of.window, correction, of.updates)
         self._late: Exception | None = None  # of reading ahead
 
     def next(self, most: int) -> list[list[Size]] | None:
@@ -92,9 +94,10 @@ class _Cursor:
         return sys.maxsize if every is None else every - (self._first + self.done) % every
 
     def _length(self, done: int) -> int | None:
-        if not self.of.trains:
-            return self.of.length(done)
-        return self.of.length(done, self._correction.window(self._first + done, self.of.updates))
+        """Return the batches of the next window after so many of the pass, as WindowSchedule.next does."""
+        place = None if self.of.begun is None else self.of.begun + done
+        left = None if self.of.most is None else self.of.most - done
+        return self._schedule.next(self._first + done, place, left)
 
 
 class Windows:

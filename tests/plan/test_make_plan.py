@@ -18,7 +18,7 @@ from pipetrain.model.specs import Size, TensorSpec, ValueSpec
 from pipetrain.plan import program as programs
 from pipetrain.plan.make_plan import make_plan
 from pipetrain.plan.plan import Plan, Samples, check_targets
-from pipetrain.plan.program import Draft, window_lengths
+from pipetrain.plan.program import Draft
 from pipetrain.schedule.actions import Action, Op, Program, Schedule, has_norms, parse_program
 from pipetrain.schedule.automatic import ZeroBubbleAuto
 from pipetrain.schedule.memory import GIB
@@ -59,14 +59,6 @@ def plan(
 
 
 # Windows, and what a plan says
-
-
-@pytest.mark.parametrize(
-    ("done", "lengths"), [(0, [3, 3, 2]), (3, [3, 2]), (4, [2, 2]), (6, [2]), (7, [1]), (8, [])]
-)
-def test_windows_end_where_they_would_have_ended_however_the_last_one_was_left(done, lengths):
-    assert window_lengths(8, 3, done) == lengths
-    assert window_lengths(8, None, done) == [8 - done] * (done < 8)
 
 
 @pytest.mark.parametrize("words", [("partition=profile", "memory_limit=1"), ("partition=[2]",)])
