@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pipetrain.checkpoint.early_stop import EarlyEnd
 from pipetrain.checkpoint.epoch_record import EpochRecord, best_epoch
 from pipetrain.checkpoint.writer import Keeper
 from pipetrain.model.specs import Size
@@ -21,7 +22,7 @@ from pipetrain.runtime.session import Session
 from pipetrain.runtime.window import UNWATCHED, Watch
 from pipetrain.schedule.actions import Action, Op, parse_action
 from pipetrain.schedule.check import check
-from pipetrain.signals import STOPS
+from pipetrain.signals import STOPS, Signals
 from pipetrain.trainer.passes import Pass, WindowListener, WindowResult
 from pipetrain.trainer.run import Listener, Run
 
@@ -172,17 +173,23 @@ class AsksProgram(Listener):
             run.finish()
 
 
+class StopsWindows(Listener):
+    """Lets signals know of updates, which are then to be saved, and end a long window early."""
+
+    def __init__(self, signals: Signals, early: EarlyEnd) -> None:
+        self._signals, self._early = signals, early
+
+    def before_window(self, of: Pass, sizes: Sequence[Size]) -> Watch:
+        self._early.begin_window(len(sizes), of.sample_s and of.sample_s * max(sizes).samples)
+        return Watch(progress=(self._signals,), stop_check=self._early.ends_window)
+
+
 class Checkpoints(Listener):
     """Saves: every so often, at the best epoch, at the end, and when a signal asks for it."""
 
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
         self._asked = False  # at the end of the epoch's training
-
-    def before_window(self, of: Pass, sizes: Sequence[Size]) -> Watch:
-        early, sample_s = self._keeper.early, of.sample_s
-        early.begin_window(len(sizes), sample_s and sample_s * max(sizes).samples)
-        return Watch(progress=(self._keeper.signals,), stop_check=early.ends_window)
 
     def after_windows(self, run: Run, done: WindowResult) -> None:
         stops = done.request in STOPS
@@ -216,11 +223,13 @@ def listeners_of(
 ) -> list[Listener]:
     """Return what listens to a run that begins. All ranks call it; rank 0 has the recorder."""
     traces = [Traces(recorder, run.about, run.groups)] if run.about.settings.trace else []
+    keeper = run.keeper
     return [
+        *([StopsWindows(keeper.signals, keeper.early)] if keeper else []),
         MeasuresMemory(run.about),
         *([RecordsDecisions(recorder)] if run.session.plan.draft.policy else []),
         *([Records(recorder, run)] if recorder else []),
         AsksProgram(after_epoch, run),
         *traces,
-        *([Checkpoints(run.keeper)] if run.keeper else []),
+        *([Checkpoints(keeper)] if keeper else []),
     ]
