@@ -33,6 +33,7 @@ SEEN_IN = {
     "records/tensorboard": "records/test_recorder",
     "runtime/stage/buffers": "runtime/stage/test_recompute",
     "runtime/stage/microbatch": "runtime/stage/test_stage",
+    "runtime/stage/parameter_store": "runtime/stage/test_weights",
     "runtime/stage/objective": "runtime/stage/test_stage",
     "runtime/engine_factory": "whole/test_equivalence",
     "runtime/session": "whole/test_equivalence",
