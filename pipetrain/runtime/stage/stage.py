@@ -85,15 +85,11 @@ class Stage:
         self.buffers = Buffers(module)
         self.objective = Objective(task, module.pack, self.numerics.autocast) if task is not None else None
         self.observers: list[Observer] = []
-        self.rehearses = False
-        """Whether numbers are made up, so that none is refused."""
-        self.adds_at_once = True
-        """Whether a GPU adds small gradients at a backward's end."""
+        self.rehearses = False  # whether numbers are made up, so that none is refused
+        self.adds_at_once = True  # whether a GPU adds small gradients at a backward's end
         self._updates = True  # whether weights are updated; in some rehearsals not
-        self.skipped = 0
-        """Skipped updates since this was last read."""
-        self._clip = clip_grad_norm
-        self._selective = selective
+        self.skipped = 0  # updates, since this was last read
+        self._clip, self._selective = clip_grad_norm, selective
         self._proves = True  # whether the next recompute is compared with its forward
         self._open: dict[int, Microbatch] = {}
         self._batch = Batch()  # its gradient is being made
