@@ -30,7 +30,7 @@ from pipetrain.schedule.actions import RECEIVES, SENDS, Action, Op
 from pipetrain.schedule.timeline import Bounds, Row, StageStats
 
 
-class Progress(Protocol):
+class ProgressCounter(Protocol):
     """Counts the updates, or the evaluated microbatches, of a rank's first stage."""
 
     def advance(self) -> None:
@@ -104,7 +104,7 @@ class Engine:
         order: Order,
         feed: Feed,
         microbatches: int,
-        progress: Sequence[Progress] = (),
+        progress: Sequence[ProgressCounter] = (),
         meter: Meter | None = None,
         timed: bool = False,
     ) -> Row | None:
@@ -125,7 +125,7 @@ class Engine:
         self,
         order: Order,
         feed: Feed,
-        progress: Sequence[Progress] = (),
+        progress: Sequence[ProgressCounter] = (),
         outputs: list[Tensors] | None = None,
     ) -> None:
         """Run forwards with the newest weights; the last stage counts them.
@@ -173,7 +173,9 @@ class Engine:
             total = order.batches * microbatches
             self._rehearsal.before(self.stages.values(), play, feed, total, training)
 
-    def _run(self, window: _Window, progress: Sequence[Progress] = (), meter: Meter | None = None) -> Row:
+    def _run(
+        self, window: _Window, progress: Sequence[ProgressCounter] = (), meter: Meter | None = None
+    ) -> Row:
         order, mail, sums, methods = window.order, window.mail, window.sums, self._methods
         counted, first = Op.STEP if window.trains else Op.F, min(self.stages)
         for stage in self.stages.values() if window.trains else ():

@@ -21,7 +21,7 @@ from pipetrain.runtime.order import Order, order_of
 from pipetrain.runtime.stage.memory_meter import Meter
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.runtime.whole_model import WholeModel, gather_outputs
-from pipetrain.runtime.window import UNWATCHED, Watch, WindowRun
+from pipetrain.runtime.window import UNWATCHED, WindowRun, WindowWatch
 from pipetrain.tasks import Task
 
 
@@ -71,7 +71,7 @@ class Session:
         """Make the buffers of a stage's replicas equal. All ranks call it, between windows."""
         self._buffer_averager.average()
 
-    def train(self, sizes: Sequence[Size], batches: Batches, watch: Watch = UNWATCHED) -> WindowRun:
+    def train(self, sizes: Sequence[Size], batches: Batches, watch: WindowWatch = UNWATCHED) -> WindowRun:
         """Train a window on batches of these `sizes`; fewer if it is ended early."""
         m = self.plan.settings.microbatches
         order = order_of(self.plan, len(sizes), self._groups.world.rank, watch.stop_check)
@@ -87,7 +87,7 @@ class Session:
                 self._buffer_averager.count(stage, feed.size(mb).samples)
         return WindowRun(sizes, order.batches, row, meter.close() if meter else None)
 
-    def predict(self, sizes: Sequence[Size], batches: Batches, watch: Watch = UNWATCHED) -> WindowRun:
+    def predict(self, sizes: Sequence[Size], batches: Batches, watch: WindowWatch = UNWATCHED) -> WindowRun:
         """Evaluate batches without targets; gather the outputs for each, in host memory, on rank 0."""
         outputs: list[Tensors] = []
         ran, owners = self.evaluate(sizes, batches, watch, outputs), self.plan.placement[-1]
@@ -97,7 +97,7 @@ class Session:
         self,
         sizes: Sequence[Size],
         batches: Batches,
-        watch: Watch = UNWATCHED,
+        watch: WindowWatch = UNWATCHED,
         outputs: list[Tensors] | None = None,
     ) -> WindowRun:
         """Evaluate batches of these `sizes` with the newest weights; the last stage counts.

@@ -7,27 +7,27 @@ from dataclasses import dataclass
 
 from pipetrain.model.network import Tensors
 from pipetrain.model.specs import Size
-from pipetrain.runtime.engine import Progress
+from pipetrain.runtime.engine import ProgressCounter
 from pipetrain.runtime.order import StopCheck
 from pipetrain.runtime.stage.memory_meter import PeakBytes
 from pipetrain.schedule.timeline import Row
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class WindowWatch:
     """What looks at a window while it runs.
 
     `progress`: advanced as it goes. `stop_check`: may end it early. `times`: whether its spans are read, for
     which the host waits. `memory`: whether what the stages hold in a window of training is measured.
     """
 
-    progress: tuple[Progress, ...] = ()
+    progress: tuple[ProgressCounter, ...] = ()
     stop_check: StopCheck | None = None
     times: bool = False
     memory: bool = False
 
     @classmethod
-    def together(cls, watches: Iterable[Watch]) -> Watch:
+    def together(cls, watches: Iterable[WindowWatch]) -> WindowWatch:
         """Return one that looks at all that these do."""
         every = list(watches)
         return cls(
@@ -38,7 +38,7 @@ class Watch:
         )
 
 
-UNWATCHED = Watch()
+UNWATCHED = WindowWatch()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from pipetrain.records.recorder import Recorder
 from pipetrain.records.tracer import Tracer
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.session import Session
-from pipetrain.runtime.window import UNWATCHED, Watch
+from pipetrain.runtime.window import UNWATCHED, WindowWatch
 from pipetrain.schedule.actions import Action, Op, parse_action
 from pipetrain.schedule.check import check
 from pipetrain.signals import STOPS, Signals
@@ -50,11 +50,11 @@ class ShowsProgress(WindowListener):
         self._shown_by, self._least = shown_by, least
         self._replicas = len(session.plan.placement[min(session.stages)])
 
-    def before_window(self, of: Pass, sizes: Sequence[Size]) -> Watch:
+    def before_window(self, of: Pass, sizes: Sequence[Size]) -> WindowWatch:
         if len(sizes) < self._least:
             return UNWATCHED
         total = len(sizes) if of.trains else -(-len(sizes) // self._replicas)  # the first has the most
-        return Watch(progress=(Steps(self._shown_by, of.title or of.kind, of.shown or total),))
+        return WindowWatch(progress=(Steps(self._shown_by, of.title or of.kind, of.shown or total),))
 
 
 class Records(ShowsProgress, Listener):
@@ -80,13 +80,13 @@ class MeasuresMemory(Listener):
         self._about = about
         self._windows = 0
 
-    def before_window(self, of: Pass, sizes: Sequence[Size]) -> Watch:
+    def before_window(self, of: Pass, sizes: Sequence[Size]) -> WindowWatch:
         if not of.trains:
             return UNWATCHED
         self._windows += 1
         epoch, about = of.epoch + 1, self._about
         only = epoch == about.epochs and (of.begun or 0) + len(sizes) == about.batches_of(epoch)
-        return Watch(memory=self._windows == 2 or (self._windows == 1 and only))
+        return WindowWatch(memory=self._windows == 2 or (self._windows == 1 and only))
 
 
 class RecordsDecisions(Listener):
@@ -96,8 +96,8 @@ class RecordsDecisions(Listener):
         self._recorder = recorder
         self._ran: list[list[Action]] = []  # in each window of the epoch
 
-    def before_window(self, of: Pass, sizes: Sequence[Size]) -> Watch:
-        return Watch(times=of.trains)
+    def before_window(self, of: Pass, sizes: Sequence[Size]) -> WindowWatch:
+        return WindowWatch(times=of.trains)
 
     def after_windows(self, run: Run, done: WindowResult) -> None:
         self._ran += [window.row.actions for window in done.windows if window.row]
@@ -124,10 +124,10 @@ class Traces(Listener):
         self._tracer: Tracer | None = Tracer(about, groups)
         self._traced: list[bool] = []  # of the windows that run
 
-    def before_window(self, of: Pass, sizes: Sequence[Size]) -> Watch:
+    def before_window(self, of: Pass, sizes: Sequence[Size]) -> WindowWatch:
         traced = of.trains and self._tracer is not None and self._tracer.traces(len(sizes))
         self._traced.append(traced)
-        return Watch(times=traced)
+        return WindowWatch(times=traced)
 
     def after_windows(self, run: Run, done: WindowResult) -> None:
         for window, traced in zip(done.windows, self._traced, strict=True):
@@ -179,9 +179,9 @@ class StopsWindows(Listener):
     def __init__(self, signals: Signals, early: EarlyEnd) -> None:
         self._signals, self._early = signals, early
 
-    def before_window(self, of: Pass, sizes: Sequence[Size]) -> Watch:
+    def before_window(self, of: Pass, sizes: Sequence[Size]) -> WindowWatch:
         self._early.begin_window(len(sizes), of.sample_s and of.sample_s * max(sizes).samples)
-        return Watch(progress=(self._signals,), stop_check=self._early.ends_window)
+        return WindowWatch(progress=(self._signals,), stop_check=self._early.ends_window)
 
 
 class Checkpoints(Listener):

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pipetrain.model.specs import Size
 from pipetrain.runtime.feed import Batches
-from pipetrain.runtime.window import UNWATCHED, Watch, WindowRun
+from pipetrain.runtime.window import UNWATCHED, WindowRun, WindowWatch
 from pipetrain.signals import StopRequest
 
 Kind = Literal["training", "evaluation", "prediction"]
@@ -74,6 +74,6 @@ class WindowResult:
 class WindowListener:
     """Hears of each window before it begins."""
 
-    def before_window(self, of: Pass, sizes: Sequence[Size]) -> Watch:
+    def before_window(self, of: Pass, sizes: Sequence[Size]) -> WindowWatch:
         """Return what is to be looked at in a window of batches of these sizes."""
         return UNWATCHED

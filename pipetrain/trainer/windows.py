@@ -26,7 +26,7 @@ from pipetrain.runtime.comm.collective_guard import (
     raise_failure,
 )
 from pipetrain.runtime.session import Session
-from pipetrain.runtime.window import Watch, WindowRun
+from pipetrain.runtime.window import WindowRun, WindowWatch
 from pipetrain.signals import ORDER, Signals, Stopping, StopRequest
 from pipetrain.trainer.passes import Pass, WindowListener, WindowResult
 
@@ -152,7 +152,7 @@ class Windows:
         session = self._session
         run = {"training": session.train, "evaluation": session.evaluate, "prediction": session.predict}
         with self._guard():
-            watch = Watch.together(listener.before_window(of, sizes) for listener in self._listeners)
+            watch = WindowWatch.together(listener.before_window(of, sizes) for listener in self._listeners)
             return run[of.kind](sizes, of.batches, watch)
 
     def _too_small(self, of: Pass, window: list[Size]) -> str:

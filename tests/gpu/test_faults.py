@@ -28,7 +28,7 @@ from pipetrain.runtime.reductions import Sums
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage import cuda_graphs as graphs
 from pipetrain.runtime.stage import finite
-from pipetrain.runtime.stage.cuda_graphs import FixedStore, GraphedStage, GraphMemory, Pass
+from pipetrain.runtime.stage.cuda_graphs import CapturedPass, FixedStore, GraphedStage, GraphMemory
 from pipetrain.runtime.stage.finite import StopOnNaN
 from pipetrain.runtime.stage.objective import Counted, Objective
 from pipetrain.runtime.stage.parameter_store import ParameterStore
@@ -269,7 +269,7 @@ def in_common(place: Any) -> Any:
 
 
 def freed(captured: Any) -> Any:
-    def free(self: GraphedStage, *arguments: Any) -> Pass:
+    def free(self: GraphedStage, *arguments: Any) -> CapturedPass:
         one = captured(self, *arguments)
         one.inputs = tuple(t.clone() for t in one.inputs)
         return one
@@ -554,7 +554,7 @@ FAULTS = {
         2,  # first updates
     ),
     "a loss is overwritten by the next replay": Fault(
-        Pass,
+        CapturedPass,
         "counted",
         lambda counted: lambda self, target: self.recorded,
         case("1f1b", *GRAPHS),

@@ -18,7 +18,7 @@ from pipetrain.model.specs import Size
 from pipetrain.runtime.comm.collective_guard import CollectiveGuard
 from pipetrain.runtime.comm.ranks import World
 from pipetrain.runtime.comm.transfer_watch import Deadline
-from pipetrain.runtime.window import Watch, WindowRun
+from pipetrain.runtime.window import WindowRun, WindowWatch
 from pipetrain.trainer import windows as module
 from pipetrain.trainer.passes import Pass, WindowResult
 from pipetrain.trainer.windows import Windows
@@ -78,7 +78,7 @@ class Fake:
         self.updates, self.engine = 0, SimpleNamespace(deadline=Deadline(60))
         self.last: Any = SimpleNamespace(counts=self)
 
-    def train(self, sizes: Sequence[Size], batches: Any, watch: Watch) -> WindowRun:
+    def train(self, sizes: Sequence[Size], batches: Any, watch: WindowWatch) -> WindowRun:
         self.clock.now += self.train_s
         if isinstance(batches, Read):
             batches.train(sizes)

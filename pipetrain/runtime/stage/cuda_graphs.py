@@ -57,7 +57,7 @@ class GraphMemory:
 
 
 @dataclass(slots=True)
-class Pass:
+class CapturedPass:
     """A microbatch's forward and backward, captured for one slot's memory and one version's storage.
 
     `recorded`: what the last stage counts, overwritten by each replay.
@@ -178,10 +178,12 @@ class GraphedStage(Stage):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._free: list[int] = []  # slots
-        self._passes: dict[tuple[int, int], Pass] = {}  # by slot, and by the storage of a weight version
+        self._passes: dict[
+            tuple[int, int], CapturedPass
+        ] = {}  # by slot, and by the storage of a weight version
         # The last microbatch before `capture`, in a list, as a rehearsal restores attributes; then None.
         self._example: list[Example] | None = []
-        self._replayed: dict[int, Pass] = {}
+        self._replayed: dict[int, CapturedPass] = {}
         self._known: Held | None = None  # at the capture
         self._replays = False  # in this window: a program may have changed attributes since
 
@@ -233,13 +235,13 @@ class GraphedStage(Stage):
         """Add directly: a graph's kernel costs no launch, and each slot's memory would hold the gradients."""
         return nullcontext() if self.store.fixed else super()._adding()
 
-    def _give(self, one: Pass, opened: Microbatch, grads: Tensors) -> None:
+    def _give(self, one: CapturedPass, opened: Microbatch, grads: Tensors) -> None:
         if opened.counted is not None:
             one.grads[0].fill_(opened.counted.share)
         else:
             _copy(one.grads, grads)  # none if no earlier stage has weights
 
-    def _back(self, one: Pass) -> Tensors:
+    def _back(self, one: CapturedPass) -> Tensors:
         one.backward.replay()
         return tuple(t.clone() for t in one.back)  # another slot's backward overwrites it
 
@@ -289,7 +291,9 @@ class GraphedStage(Stage):
         super().begin_window(predicted)
         self._replays = self._known is not None and not self._known.changed()
 
-    def _captured(self, slot: int, own: GraphMemory, last: GraphMemory, several: bool, like: Example) -> Pass:
+    def _captured(
+        self, slot: int, own: GraphMemory, last: GraphMemory, several: bool, like: Example
+    ) -> CapturedPass:
         """Capture the passes of a slot in its `own` memory, and its last pass in the `last` memory.
 
         `several`: there are several weight versions, which share one place for outputs; `like`: an example.
@@ -315,7 +319,7 @@ class GraphedStage(Stage):
             with _capturing(third, last.pool):
                 super().backward_weight(_RECORDED, 0)
         self._batch = Batch()
-        return Pass(slot, mine, aims, one.counted, outputs, grads, back, first, second, third, saving)
+        return CapturedPass(slot, mine, aims, one.counted, outputs, grads, back, first, second, third, saving)
 
 
 @contextmanager
