@@ -20,7 +20,7 @@ class ConfigError(ValueError):
 
 
 class Refused(ConfigError):
-    """A refusal that all ranks of a run have heard."""
+    """A refusal that all ranks of a run have received."""
 
 
 class TrainingStopped(RuntimeError):

@@ -131,7 +131,7 @@ def train(
 def conditions_of(
     options: Mapping[str, Any], settings: Settings, facts: DataFacts, task: Task
 ) -> dict[str, Any]:
-    """Return what a run and its checkpoint must agree in, beside the tensors of the model."""
+    """Return what must be the same in a run and its checkpoint, besides the tensors of the model."""
     return {
         "model": options["model"],
         "data": facts.name,

@@ -33,7 +33,7 @@ from pipetrain.schedule.actions import ScheduleError
 from pipetrain.signals import Signals
 from pipetrain.targets import Unresolved
 
-REFUSED_S = 5.0  # for the others to hear that rank 0 refuses; torchrun ends those that come later
+REFUSED_S = 5.0  # for the others to receive rank 0's refusal; torchrun ends those that come later
 _RUN_DIR = "pipetrain_run_dir"
 _PRINTING = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
 _PAIRS, _WHY = "_pairs_", "_unresolved_"
@@ -128,7 +128,7 @@ class Start:
         raise error
 
     def as_refused(self, error: ConfigError | ScheduleError, limit_s: float) -> ConfigError | ScheduleError:
-        """Return an error of this rank as Refused, if all ranks hear it, which they do before they train."""
+        """Return an error of this rank as Refused, if all ranks receive it, as they do before they train."""
         self.doing = ""  # the folder with the log is gone
         if self.world.size > 1 and not self.trains.is_set() and not isinstance(error, Refused):
             try:

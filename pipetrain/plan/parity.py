@@ -1,9 +1,9 @@
 """Compares, before anything is trained, the stages with the model, and a batch with its microbatches.
 
 Some samples of the first batch run through the model as it was given and through its stages, which must make
-the same of them: layers of one process may tell each other more than what they return, and a trace holds
+the same of them: layers of one process may share more than what they return, and a trace holds
 nothing but operations. Then they run through the stages as one batch and in pieces, whose loss and gradients
-must agree. That is so only where no layer and no loss looks at several samples at once: not x - x.mean(0), a
+must be equal. So it is only where no layer and no loss looks at several samples at once: not x - x.mean(0), a
 term over the batch, or an embedding that scales by frequency. There BatchNorm and dropout are held, as in
 evaluation, and other draws the same: in training each microbatch has its own, as every pipeline's.
 """

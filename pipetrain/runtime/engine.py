@@ -54,7 +54,7 @@ class _Window:
         return self.first != EVALUATION
 
     def ending(self, backward: Action) -> AbstractContextManager[None]:
-        """Return the context of a backward, in which the last one of a batch tells its gradient."""
+        """Return the context of a backward, in which the last one of a batch starts the gradient's sums."""
         return self.sums.ending(backward) if self.order.ends_batch(backward) else nullcontext()
 
 

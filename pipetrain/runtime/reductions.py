@@ -1,13 +1,13 @@
 """The sums over ranks before an update: of replicas' gradients, those of shared weights, and norms.
 
 Each replica of a stage has the gradient of its own microbatches. REDUCE adds them up to that of the batch, as
-each microbatch's loss is a share of the batch's already. The batch's last backward on a rank tells what it
-has finished, in buckets, and REDUCE the rest. Behind it the first replica speaks for the stage.
+each microbatch's loss is a share of the batch's already. The batch's last backward on a rank starts the sums
+of what it has finished, in buckets, and REDUCE those of the rest. Then the first replica is the leader.
 
 Each stage has its own copy of a weight that layers in several stages share. Before an update the stages add
 up their gradients of it. So every copy makes the same step, with the same optimizer state, and the copies
-stay equal to the last bit. A rank tells the others one sum for all its stages, and goes on until an update
-needs what the others tell.
+stay equal to the last bit. A rank contributes one sum for all its stages, and goes on until an update needs
+the result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipetrain.runtime.mailbox import Mailbox
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.schedule.actions import ALL, Action, Op, Placement, Tie
 
-WAITING = frozenset({Op.TIE, Op.NORM, Op.STEP})  # for what other ranks tell
+WAITING = frozenset({Op.TIE, Op.NORM, Op.STEP})  # for sums over ranks
 _Key = tuple[Tie, int]  # with the version that an update makes
 
 
@@ -39,16 +39,16 @@ class Sums:
         self._buckets = {  # by stage with replicas
             index: stage.store.buckets() for index, stage in stages.items() if len(self._placement[index]) > 1
         }
-        self._early: set[int] = set()  # the stages whose buckets have been told
+        self._early: set[int] = set()  # the stages whose buckets have been started
         self._shares: dict[_Key, dict[int, Tensor]] = {}  # by stage
         self._sums: dict[_Key, Tensor] = {}  # of a tie whose stages are all here
-        self._started: dict[_Key, None] = {}  # told, in order
+        self._started: dict[_Key, None] = {}  # in order
         self.norms: dict[int, Tensor] = {}
-        """By version the norm of the whole gradient, where stages tell theirs."""
+        """By version the norm of the whole gradient, where norms are summed."""
 
     @contextmanager
     def ending(self, action: Action) -> Iterator[None]:
-        """Tell the buckets that the last backward of a batch on this rank, in this context, finishes."""
+        """Start the sums of the buckets that a batch's last backward on this rank finishes here."""
         full = self._buckets.get(action.stage, [])[:-1]
         if not full or self._stages[action.stage].weights.weighs:  # which is done at the end
             yield
@@ -64,7 +64,7 @@ class Sums:
         self._early.add(action.stage)
 
     def reduce(self, action: Action) -> None:
-        """End a stage's batch; tell the other replicas, if there are some, the rest of its gradient."""
+        """End a stage's batch; start the sum of the rest of its gradient over its replicas."""
         stage, tie = self._stages[action.stage], (action.stage,)
         store = stage.store
         stage.reduce()
@@ -103,7 +103,7 @@ class Sums:
             )
 
     def reduce_norm(self, action: Action) -> None:
-        """Tell a stage's norm, at a place of its own: the sum is the same on every rank, to the last bit."""
+        """Start the sum of norms, each at its own place: it is the same on every rank, to the last bit."""
         square = self._stages[action.stage].gradient_norm().double() ** 2
         numbers = square.new_zeros(len(self._placement))
         if self._is_leader(action.stage):
@@ -114,7 +114,7 @@ class Sums:
         return self._placement[stage][0] == self._rank
 
     def _start(self, tie: Tie, action: Action, numbers: Tensor) -> None:
-        """Tell the other ranks of a tie, together with the last stage of it on this rank."""
+        """Start the sum over the ranks of a tie, with the last stage of it on this rank."""
         key = tie, action.version
         shares = self._shares.setdefault(key, {})
         shares[action.stage] = numbers

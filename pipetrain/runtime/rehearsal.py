@@ -28,7 +28,7 @@ from pipetrain.runtime.mailbox import Mailbox
 from pipetrain.runtime.stage.stage import Stage
 
 Play = Callable[[Feed, Mailbox], bool]
-"""Runs a few batches of a window; returns whether stages told norms in it."""
+"""Runs a few batches of a window; returns whether norms were summed in it."""
 
 
 def rehearses(device: torch.device) -> bool:
@@ -41,7 +41,7 @@ class Rehearsal:
     """What an engine needs to rehearse, and what it has rehearsed.
 
     `loopback`: makes the mailbox of training (True) or of evaluation. `meet`: returns when all ranks have
-    called it; with True, where stages tell norms, it also connects the ranks of that sum. `after_first`:
+    called it; with True, where norms are summed, it also connects the ranks of that sum. `after_first`:
     called after the first rehearsal of training, to capture CUDA graphs.
     """
 

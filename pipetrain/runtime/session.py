@@ -64,7 +64,7 @@ class Session:
             group.update(options)
 
     def is_leader(self, stage: int) -> bool:
-        """Return whether this rank is the first of a stage, which speaks for all replicas."""
+        """Return whether this rank is the leader of a stage's replicas, the first one."""
         return self.plan.firsts[stage] == self._groups.world.rank
 
     def average_buffers(self) -> None:

@@ -269,7 +269,7 @@ def _saving(keeper: Keeper | None) -> Iterator[None]:
 
 
 def _keeper(training: Training, about: About, run_folder: RunFolder) -> Keeper:
-    """Return what saves checkpoints, and hears signals. Raises ConfigError for another run's checkpoint."""
+    """Return what saves checkpoints, and handles signals. Raises ConfigError for another run's checkpoint."""
     settings, path, source = about.settings, run_folder.path, run_folder.source
     samples = {"batches": about.batches, "batch_size": settings.batch_size}
     conditions = {**training.conditions, **samples, **run_folder.conditions}

@@ -72,7 +72,7 @@ class WindowResult:
 
 
 class WindowListener:
-    """Hears of each window before it begins."""
+    """What is called before each window."""
 
     def before_window(self, of: Pass, sizes: Sequence[Size]) -> WindowWatch:
         """Return what is to be looked at in a window of batches of these sizes."""

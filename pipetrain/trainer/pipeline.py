@@ -184,7 +184,7 @@ class Pipeline:
 
     @property
     def stopping(self) -> bool:
-        """Whether a rank has got SIGTERM or Ctrl-C: on all ranks alike, as they agree after each window.
+        """Whether a rank has got SIGTERM or Ctrl-C: the ranks exchange it after each window.
 
         From the first time that a program reads it these signals end it no longer: it is to save and to
         leave. A second Ctrl-C does, and `close` lets both do what they did before.

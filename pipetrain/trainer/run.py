@@ -35,13 +35,13 @@ RATES = "rates"  # of the epoch's updates so far, in a checkpoint
 
 
 class Listener(WindowListener):
-    """Hears of all that a run does. All ranks have the same ones, as some gather what all know."""
+    """What `fit` calls as a run goes on. All ranks have the same listeners, as some call collectives."""
 
     def after_windows(self, run: Run, done: WindowResult) -> None:
-        """Hear of windows that have run, whose batches the run counts already."""
+        """Act after windows that have run; the run has counted their batches."""
 
     def after_epoch(self, run: Run, ranks: RankRecords) -> None:
-        """Hear of an epoch, the last one of the history, and of what it was made of."""
+        """Act after an epoch, the last one of the history; `ranks`: the records that it was made of."""
 
     def close(self, run: Run) -> None:
         """End with the run: after its last epoch, or when a signal has stopped it."""
@@ -290,7 +290,7 @@ class Run:
             sample_s=last[0].eval_s / max(1, self.about.data.test) if last else None,
         )
 
-    # What a program is told
+    # What a program gets
 
     def metrics(self) -> dict[str, float]:
         """Return what the last epoch's training has counted, as Pipeline.metrics does; {} before it."""

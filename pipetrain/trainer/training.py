@@ -207,7 +207,7 @@ class Training:
         self.session = None
 
     def settle(self, what: str) -> None:
-        """Let all ranks end what they do, to tell their tensors."""
+        """Let all ranks end what they do, before their tensors are gathered."""
         self.refuse_ended()
         with self.guard():
             if self.session is not None:

@@ -1,7 +1,7 @@
 """How the ranks of a run find each other, in torchrun's store.
 
 The store outlives the ranks that torchrun restarts. Each of its agents counts its own restarts: a replaced
-node begins with 0 again. So the ranks agree on an attempt: each one counts its starts in the store, and rank
+node begins with 0 again. So the ranks count attempts: each one counts its starts in the store, and rank
 0 answers the newest start of every other rank with its own number. Under this number they meet, so no key of
 an earlier attempt is read. Every wait has a deadline.
 """
