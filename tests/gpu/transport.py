@@ -120,6 +120,7 @@ def ending(how: str, said: str) -> nn.Sequential:
 
 def error(setting: Setting) -> Iterator[Row]:
     """Rank 1 raises, is killed or stands still in a window: the other one says what and when, and all end."""
+    before = {*multiprocessing.active_children()}
     for how, over_nccl in [*ENDS.items()][: 1 if setting.quick else None]:
         target = over_nccl if setting.cuda else "rank 1"
         with TemporaryDirectory() as folder:
@@ -136,7 +137,7 @@ def error(setting: Setting) -> Iterator[Row]:
         yield judged(
             f"rank 1 {how}: it says so after", f"{seconds:.1f} s", f"<= {limit:g} s", seconds <= limit
         )
-    left = len(multiprocessing.active_children())
+    left = len({*multiprocessing.active_children()} - before)
     yield judged("processes left", str(left), "0", left == 0)
 
 
