@@ -21,7 +21,6 @@ from typing import Any
 
 from torch import Tensor
 
-from pipetrain.checkpoint.early_stop import EarlyEnd
 from pipetrain.checkpoint.epoch_record import Progress, best_update
 from pipetrain.checkpoint.files import (
     CHECKPOINTS,
@@ -36,6 +35,7 @@ from pipetrain.checkpoint.files import (
     write_part,
 )
 from pipetrain.checkpoint.rank_state import snapshot
+from pipetrain.checkpoint.window_stop import EarlyEnd
 from pipetrain.errors import ChannelError, TrainingStopped
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.comm.ranks import Ranks

@@ -24,10 +24,10 @@ from pipetrain.plan.program import Draft, ProvenWindows, Window
 from pipetrain.plan.replica_partition import Way
 from pipetrain.plan.window_schedule import WindowSchedule
 from pipetrain.schedule.actions import Edge, Op, Placement, Tie, asks_for
-from pipetrain.schedule.early_stops import StopPoints, stop_points_of
 from pipetrain.schedule.lower import Link, links
 from pipetrain.schedule.memory import Memory, over_time
 from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.stop_points import StopPoints, stop_points_of
 from pipetrain.schedule.timeline import Bounds, Costs, StageTimes, Timeline
 from pipetrain.tasks import Task
 from pipetrain.tasks.trial import try_task

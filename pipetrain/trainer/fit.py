@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
-from pipetrain.checkpoint.early_stop import LOST, EarlyEnd
 from pipetrain.checkpoint.resume import (
     AUTO,
     find_source,
@@ -23,6 +22,7 @@ from pipetrain.checkpoint.resume import (
     refuse_other,
     transformers_config,
 )
+from pipetrain.checkpoint.window_stop import LOST, EarlyEnd
 from pipetrain.checkpoint.writer import Keeper, Writer
 from pipetrain.config.settings import Settings
 from pipetrain.data.loader_facts import has_length

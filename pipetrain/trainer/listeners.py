@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pipetrain.checkpoint.early_stop import EarlyEnd
 from pipetrain.checkpoint.epoch_record import EpochRecord, best_epoch
+from pipetrain.checkpoint.window_stop import EarlyEnd
 from pipetrain.checkpoint.writer import Keeper
 from pipetrain.model.specs import Size
 from pipetrain.records.history import About

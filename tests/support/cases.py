@@ -23,10 +23,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from pipetrain.checkpoint.early_stop import EarlyEnd
 from pipetrain.checkpoint.epoch_record import EpochRecord, Stats
 from pipetrain.checkpoint.files import read_whole
 from pipetrain.checkpoint.resume import Source, tensors_of
+from pipetrain.checkpoint.window_stop import EarlyEnd
 from pipetrain.checkpoint.writer import Keeper, Writer
 from pipetrain.commands.cli import as_hydra, values_of
 from pipetrain.config.build import make_schedule

@@ -9,8 +9,8 @@ from time import sleep
 import pytest
 import torch.distributed as dist
 
-from pipetrain.checkpoint import early_stop as module
-from pipetrain.checkpoint.early_stop import EarlyEnd
+from pipetrain.checkpoint import window_stop as module
+from pipetrain.checkpoint.window_stop import EarlyEnd
 from pipetrain.signals import Signals
 
 STOP = signal.SIGTERM
