@@ -1,6 +1,6 @@
 """Draws a timeline as text for a terminal: a row per rank, time to the right, microbatches as numbers.
 
-What figure.py draws too is here: bars, names, colours and the facts above a drawing.
+What plot.py draws too is here: bars, names, colours and the facts above a drawing.
 """
 
 from __future__ import annotations
