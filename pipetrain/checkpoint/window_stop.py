@@ -2,10 +2,10 @@
 
 All ranks stop after the same window: there they exchange their stop requests. torchrun kills its ranks 30
 seconds after it has forwarded SIGTERM. So a window with more than MOST_LEFT_S left ends early, at a batch
-that no rank has begun (see runtime.order). The first rank of stage 0 decides that, through torchrun's store,
-before the others check; once the time of a batch is known, the ranks check about every LOOK_S seconds. If the
-store is lost, the process that holds it has ended (torchrun, or the command pipetrain), and nothing else
-could stop the run any more: that requests a stop, too.
+that no rank has begun (see runtime.action_order). The first rank of stage 0 decides that, through torchrun's
+store, before the others check; once the time of a batch is known, the ranks check about every LOOK_S seconds.
+If the store is lost, the process that holds it has ended (torchrun, or the command pipetrain), and nothing
+else could stop the run any more: that requests a stop, too.
 """
 
 from __future__ import annotations

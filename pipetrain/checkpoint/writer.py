@@ -37,8 +37,8 @@ from pipetrain.checkpoint.files import (
 from pipetrain.checkpoint.rank_state import snapshot
 from pipetrain.checkpoint.window_stop import EarlyEnd
 from pipetrain.errors import ChannelError, TrainingStopped
+from pipetrain.runtime.comm.collectives import Ranks
 from pipetrain.runtime.comm.process_groups import ProcessGroups
-from pipetrain.runtime.comm.ranks import Ranks
 from pipetrain.runtime.session import Session
 from pipetrain.schedule.timeline import StageStats
 from pipetrain.signals import Signals

@@ -17,7 +17,7 @@ from pipetrain.config.settings import AUTO, Settings, share_of_cores
 from pipetrain.data import Data, DataFacts, load_data
 from pipetrain.data.sampling import Sampled, Sampler, even
 from pipetrain.records import run_folder as folder
-from pipetrain.runtime.comm.ranks import World
+from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.device import choose_device
 from pipetrain.schedule.actions import Schedule
 from pipetrain.tasks import Task

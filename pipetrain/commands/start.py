@@ -27,7 +27,7 @@ from pipetrain.errors import ChannelError, ConfigError, Refused, one_line
 from pipetrain.model.specs import named_layers
 from pipetrain.plan.partition import require_layers
 from pipetrain.runtime.comm.collective_guard import compare_ranks
-from pipetrain.runtime.comm.ranks import Ranks, World
+from pipetrain.runtime.comm.collectives import Ranks, World
 from pipetrain.runtime.comm.rendezvous import SILENCE_S, START_S, make_group, this_attempt
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.signals import Signals

@@ -17,7 +17,7 @@ from pipetrain.commands.start import Start, from_json, refuse_unnamed
 from pipetrain.errors import ChannelError, ConfigError, Refused
 from pipetrain.exit import FAILED, REFUSED, guarded, leave
 from pipetrain.records import run_folder as folder
-from pipetrain.runtime.comm.ranks import World
+from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.comm.rendezvous import START_S
 from pipetrain.runtime.device import keep_freed_memory
 from pipetrain.schedule.actions import ScheduleError

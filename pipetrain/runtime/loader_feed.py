@@ -16,7 +16,7 @@ from torch import Tensor
 from pipetrain.data.reader import Form, Reader
 from pipetrain.model.specs import Size, TensorSpec, Value, as_tuple, join, split
 from pipetrain.runtime.comm.process_groups import ProcessGroups
-from pipetrain.runtime.feed import WindowFeed, WindowPart
+from pipetrain.runtime.microbatch_feed import WindowFeed, WindowPart
 from pipetrain.tasks import counted_for
 
 EVALUATED_AT_ONCE = 16  # batches of a loader in a window of an evaluation

@@ -24,7 +24,7 @@ from pipetrain.model.specs import Size, TensorSpec, are_like, specs_of
 from pipetrain.plan.cut import Cut, divide, merge
 from pipetrain.runtime.comm.channel import Channel
 from pipetrain.runtime.comm.message import Message
-from pipetrain.runtime.feed import Feed
+from pipetrain.runtime.microbatch_feed import Feed
 from pipetrain.schedule.actions import Action, Edge, Op, Placement
 from pipetrain.schedule.posting_order import Sum
 

@@ -36,16 +36,16 @@ from pipetrain.model.trial_tensors import made_up_samples
 from pipetrain.plan.cost_estimate import Layer
 from pipetrain.plan.costs import SECONDS, Facts, LayerTime, Profile
 from pipetrain.plan.cut import cut_layers
+from pipetrain.runtime.action_order import Order
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.comm.channel import Channel
 from pipetrain.runtime.comm.message import Message
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.engine import Engine
-from pipetrain.runtime.feed import Repeated
 from pipetrain.runtime.mailbox import Mailbox
-from pipetrain.runtime.order import Order
+from pipetrain.runtime.microbatch_feed import Repeated
 from pipetrain.runtime.rehearsal import LoopbackChannel
-from pipetrain.runtime.stage.finite import StopOnNaN
+from pipetrain.runtime.stage.nonfinite import StopOnNaN
 from pipetrain.runtime.stage.parameter_store import OptimizerFactory
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.schedule.actions import Action, Op, Predicted, ranks_of

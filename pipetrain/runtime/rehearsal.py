@@ -23,8 +23,8 @@ from pipetrain.model.specs import Size, as_tuple, repeated_to
 from pipetrain.model.tensor_access import refill, standing_in
 from pipetrain.runtime.comm.channel import Channel
 from pipetrain.runtime.comm.message import Message
-from pipetrain.runtime.feed import Feed, Repeated
 from pipetrain.runtime.mailbox import Mailbox
+from pipetrain.runtime.microbatch_feed import Feed, Repeated
 from pipetrain.runtime.stage.stage import Stage
 
 Play = Callable[[Feed, Mailbox], bool]

@@ -13,15 +13,15 @@ from pipetrain.model.network import Tensors
 from pipetrain.model.specs import Size
 from pipetrain.plan.memory_fit import explained, is_out_of_memory
 from pipetrain.plan.plan import Plan
+from pipetrain.runtime.action_order import Order, order_of
 from pipetrain.runtime.buffer_average import BufferAverager
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.engine_factory import make_engine
-from pipetrain.runtime.feed import Batches, WindowFeed, WindowPart
-from pipetrain.runtime.order import Order, order_of
+from pipetrain.runtime.microbatch_feed import Batches, WindowFeed, WindowPart
 from pipetrain.runtime.stage.memory_meter import Meter
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.runtime.whole_model import WholeModel, gather_outputs
-from pipetrain.runtime.window import UNWATCHED, WindowRun, WindowWatch
+from pipetrain.runtime.window_run import UNWATCHED, WindowRun, WindowWatch
 from pipetrain.tasks import Task
 
 

@@ -14,8 +14,8 @@ from pipetrain.model.tensor_access import named_tensors
 from pipetrain.plan.program import Draft
 from pipetrain.rules import PATH
 from pipetrain.runtime.comm.collective_guard import broadcast_from_rank0, compare_ranks, conditions
+from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.comm.process_groups import ProcessGroups
-from pipetrain.runtime.comm.ranks import World
 from pipetrain.runtime.device import choose_device
 from pipetrain.schedule.lower import edges, links
 from pipetrain.trainer.arguments import Arguments

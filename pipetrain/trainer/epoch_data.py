@@ -16,7 +16,7 @@ from pipetrain.data.loader_state import LoaderStates
 from pipetrain.data.reader import Loader
 from pipetrain.data.sampling import Sampled
 from pipetrain.records.run_folder import RunFolder
-from pipetrain.runtime.feed import Batches
+from pipetrain.runtime.microbatch_feed import Batches
 from pipetrain.trainer.training import Training
 
 EPOCH_RANDOM = "random/0/epoch"  # of rank 0 at the beginning of an epoch

@@ -19,7 +19,7 @@ from pipetrain.records.recorder import Recorder
 from pipetrain.records.tracer import Tracer
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.session import Session
-from pipetrain.runtime.window import UNWATCHED, WindowWatch
+from pipetrain.runtime.window_run import UNWATCHED, WindowWatch
 from pipetrain.schedule.actions import Action, Op, parse_action
 from pipetrain.schedule.check import check
 from pipetrain.signals import STOPS, Signals

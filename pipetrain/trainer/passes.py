@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipetrain.model.specs import Size
-from pipetrain.runtime.feed import Batches
-from pipetrain.runtime.window import UNWATCHED, WindowRun, WindowWatch
+from pipetrain.runtime.microbatch_feed import Batches
+from pipetrain.runtime.window_run import UNWATCHED, WindowRun, WindowWatch
 from pipetrain.signals import StopRequest
 
 Kind = Literal["training", "evaluation", "prediction"]

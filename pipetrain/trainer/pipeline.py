@@ -43,7 +43,7 @@ from pipetrain.model.factory import Factory
 from pipetrain.model.specs import Value
 from pipetrain.plan.plan import Plan
 from pipetrain.rules import COUNT, PATH
-from pipetrain.runtime.comm.ranks import World
+from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.schedule.actions import Schedule
 from pipetrain.schedule.draw import counted

@@ -24,9 +24,9 @@ from pipetrain.model.specs import TensorSpec, ValueSpec
 from pipetrain.plan.plan import Samples
 from pipetrain.records.progress_bar import Bar
 from pipetrain.runtime.comm.collective_guard import CollectiveGuard
-from pipetrain.runtime.feed import Batches
 from pipetrain.runtime.loader_feed import LoaderBatches
-from pipetrain.runtime.numbered_feed import NumberedBatches
+from pipetrain.runtime.microbatch_feed import Batches
+from pipetrain.runtime.sample_index_feed import NumberedBatches
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.runtime.stage.stage_factory import make_stages

@@ -26,7 +26,7 @@ from pipetrain.runtime.comm.collective_guard import (
     raise_failure,
 )
 from pipetrain.runtime.session import Session
-from pipetrain.runtime.window import WindowRun, WindowWatch
+from pipetrain.runtime.window_run import WindowRun, WindowWatch
 from pipetrain.signals import ORDER, Signals, Stopping, StopRequest
 from pipetrain.trainer.passes import Pass, WindowListener, WindowResult
 

@@ -30,8 +30,8 @@ from torch.distributed.distributed_c10d import Store
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from pipetrain.plan.plan import Plan
+from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.comm.process_groups import ProcessGroups
-from pipetrain.runtime.comm.ranks import World
 from pipetrain.runtime.device import keep_freed_memory
 
 TIMEOUT_S = 300.0  # of any wait between ranks

@@ -21,7 +21,7 @@ from pipetrain.checkpoint import files, writer
 from pipetrain.checkpoint.files import CHECKPOINTS, Manifest, Position, read_whole
 from pipetrain.checkpoint.writer import Files, Writer
 from pipetrain.errors import ChannelError
-from pipetrain.runtime.comm.ranks import Ranks, World
+from pipetrain.runtime.comm.collectives import Ranks, World
 from pipetrain.runtime.comm.rendezvous import make_group
 from tests.support import DEADLINE_S
 from tests.support.cases import SavingRanks

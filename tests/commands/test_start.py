@@ -19,7 +19,7 @@ import pytest
 from pipetrain.commands import start as module
 from pipetrain.commands.start import Start, as_json, from_json, refuse_few_layers, refuse_unnamed
 from pipetrain.errors import ChannelError, ConfigError, Refused
-from pipetrain.runtime.comm.ranks import World
+from pipetrain.runtime.comm.collectives import World
 from pipetrain.signals import Signals
 from pipetrain.targets import Unresolved
 from tests.support.cases import options_of

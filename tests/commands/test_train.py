@@ -22,7 +22,7 @@ from pipetrain.commands.start import Start
 from pipetrain.commands.train import run_command
 from pipetrain.errors import ConfigError
 from pipetrain.records.recorder import Recorder
-from pipetrain.runtime.comm.ranks import World
+from pipetrain.runtime.comm.collectives import World
 from pipetrain.schedule import chrome
 from pipetrain.signals import Signals
 from tests.support.processes import TWO as TORCHRUN

@@ -23,13 +23,13 @@ from pipetrain.runtime import rehearsal
 from pipetrain.runtime.comm import gradient_buckets as buckets
 from pipetrain.runtime.comm import process_groups as groups
 from pipetrain.runtime.comm.channel import Channel
-from pipetrain.runtime.feed import WindowFeed
+from pipetrain.runtime.microbatch_feed import WindowFeed
 from pipetrain.runtime.reductions import Sums
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage import cuda_graphs as graphs
-from pipetrain.runtime.stage import finite
+from pipetrain.runtime.stage import nonfinite as finite
 from pipetrain.runtime.stage.cuda_graphs import CapturedPass, FixedStore, GraphedStage, GraphMemory
-from pipetrain.runtime.stage.finite import StopOnNaN
+from pipetrain.runtime.stage.nonfinite import StopOnNaN
 from pipetrain.runtime.stage.objective import Counted, Objective
 from pipetrain.runtime.stage.parameter_store import ParameterStore
 from pipetrain.runtime.stage.stage import Stage
@@ -327,7 +327,7 @@ FAULTS = {
         "_moved",
         unpinned,
         case("1f1b", *EVEN),
-        "a copy to the device of .*runtime/feed",
+        "a copy to the device of .*runtime/microbatch_feed",
     ),
     "a number of the host is copied at each tie": Fault(
         Sums,

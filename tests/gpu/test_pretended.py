@@ -24,9 +24,9 @@ from pipetrain import Pipeline, TrainingStopped, fit
 from pipetrain.data.reader import Reader
 from pipetrain.model.specs import Size
 from pipetrain.runtime.comm import gradient_buckets as buckets
-from pipetrain.runtime.comm.ranks import World
-from pipetrain.runtime.feed import WindowPart
+from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.loader_feed import LoaderBatches
+from pipetrain.runtime.microbatch_feed import WindowPart
 from pipetrain.runtime.stage.buffers import Buffers
 from pipetrain.schedule.actions import UPDATE
 from pipetrain.tasks import Regression

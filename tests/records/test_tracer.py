@@ -9,7 +9,7 @@ import pytest
 from pipetrain.model.specs import Size
 from pipetrain.records import tracer as module
 from pipetrain.records.tracer import Trace, Tracer, about_trace
-from pipetrain.runtime.comm.ranks import World
+from pipetrain.runtime.comm.collectives import World
 from pipetrain.schedule.timeline import Row, Span
 from tests.support.cases import Case, Listener, make_run, run_in_threads
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipetrain.errors import ConfigError
-from pipetrain.runtime.comm.ranks import World
+from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.device import choose_device, keep_freed_memory
 
 ALONE = World()

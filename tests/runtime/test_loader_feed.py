@@ -11,9 +11,9 @@ import torch
 
 from pipetrain.data.reader import Form
 from pipetrain.model.specs import Size, ValueSpec, specs_of
-from pipetrain.runtime.comm.ranks import World
-from pipetrain.runtime.feed import WindowFeed, WindowPart
+from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.loader_feed import MAX_UNWAITED_SENDS, LoaderBatches
+from pipetrain.runtime.microbatch_feed import WindowFeed, WindowPart
 from pipetrain.tasks import Classification
 
 FORM = Form(ValueSpec.in_batch(torch.zeros(2, 1)), ValueSpec.in_batch(torch.zeros(2, dtype=torch.int64)))

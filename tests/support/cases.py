@@ -35,7 +35,7 @@ from pipetrain.data import Augment, Data, Images, load_augment
 from pipetrain.model.random_numbers import Seeds, drawing
 from pipetrain.records.tracer import Trace
 from pipetrain.runtime import engine
-from pipetrain.runtime.comm.ranks import World
+from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.schedule.actions import Op, Program, Tie, ranks_of
 from pipetrain.signals import Signals, StopRequest

@@ -20,9 +20,9 @@ from pipetrain.config.build import make_optimizer, make_schedule, model_of
 from pipetrain.data.sampling import Sampled
 from pipetrain.errors import ChannelError, Refused
 from pipetrain.model.specs import TensorSpec, specs_of
+from pipetrain.runtime.comm.collectives import Ranks, World
 from pipetrain.runtime.comm.message import Message
 from pipetrain.runtime.comm.process_groups import ProcessGroups
-from pipetrain.runtime.comm.ranks import Ranks, World
 from pipetrain.runtime.comm.rendezvous import make_group
 from pipetrain.runtime.mailbox import Coding
 from pipetrain.schedule.actions import ALL

@@ -20,7 +20,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from pipetrain import Pipeline
 from pipetrain.model.specs import Size, Value, as_tuple, on_each
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.comm.ranks import World
+from pipetrain.runtime.comm.collectives import World
 from pipetrain.tasks import Task
 from tests.support.reference import DELAYS, Reference, copied
 

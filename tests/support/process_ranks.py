@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.comm.process_groups import ProcessGroups
-from pipetrain.runtime.comm.ranks import World
 from pipetrain.trainer import pipeline
 from tests.support import DEADLINE_S
 from tests.support.fork_server import context

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 from pipetrain import ConfigError, Pipeline, ScheduleError, TrainingStopped
 from pipetrain.commands.cli import values_of
 from pipetrain.errors import ChannelError
+from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.comm.process_groups import ProcessGroups
-from pipetrain.runtime.comm.ranks import World
 from pipetrain.schedule.programs import one_f_one_b
 from tests.support.cases import config
 

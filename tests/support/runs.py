@@ -29,8 +29,8 @@ from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
 from pipetrain.runtime.comm.collective_guard import CollectiveGuard
 from pipetrain.runtime.comm.process_groups import ProcessGroups
-from pipetrain.runtime.feed import Batches
-from pipetrain.runtime.numbered_feed import NumberedBatches
+from pipetrain.runtime.microbatch_feed import Batches
+from pipetrain.runtime.sample_index_feed import NumberedBatches
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage.optimizer_trial import try_optimizer
 from pipetrain.runtime.stage.parameter_store import OptimizerFactory

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from pipetrain.errors import TrainingStopped
 from pipetrain.model.specs import Size
-from pipetrain.runtime.comm.ranks import World
-from pipetrain.runtime.feed import WindowPart
+from pipetrain.runtime.comm.collectives import World
+from pipetrain.runtime.microbatch_feed import WindowPart
 from tests.support.cases import Case, Listener, LocalLinks, make_run, run_in_threads, state_of
 from tests.support.runs import RankRun, Run, rank_run
 from tests.support.thread_ranks import Wire

@@ -16,9 +16,9 @@ from pipetrain.data.reader import BadBatch, Reader
 from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.model.specs import Size
 from pipetrain.runtime.comm.collective_guard import CollectiveGuard
-from pipetrain.runtime.comm.ranks import World
+from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.comm.transfer_watch import Deadline
-from pipetrain.runtime.window import WindowRun, WindowWatch
+from pipetrain.runtime.window_run import WindowRun, WindowWatch
 from pipetrain.trainer import windows as module
 from pipetrain.trainer.passes import Pass, WindowResult
 from pipetrain.trainer.windows import Windows

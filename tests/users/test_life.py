@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim import SGD
 
 from pipetrain import ConfigError, Pipeline, fit
-from pipetrain.runtime.comm.ranks import World
+from pipetrain.runtime.comm.collectives import World
 from tests.support import parity
 from tests.support.parity import of_pairs, plainly
 from tests.support.processes import Ended, running

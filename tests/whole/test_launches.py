@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmark import contestants
 from benchmark.contestants import Ours
 from benchmark.tasks import Job, Task, prepare
+from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.comm.message import Message
-from pipetrain.runtime.comm.ranks import World
 from tests.support import DEADLINE_S
 from tests.support.thread_ranks import LocalChannel, Wire, in_threads
 

@@ -21,8 +21,8 @@ from pipetrain.config.settings import Settings
 from pipetrain.errors import ChannelError, ConfigError, Refused, TrainingStopped, of_all, one_line, unsaid
 from pipetrain.exit import EXPECTED
 from pipetrain.model.specs import bytes_of, specs_of
+from pipetrain.runtime.comm.collectives import Ranks
 from pipetrain.runtime.comm.process_groups import ProcessGroups
-from pipetrain.runtime.comm.ranks import Ranks
 from pipetrain.schedule.actions import Program, format_program
 
 COMPARED_UPDATES = (0, 1, 2, 3, 10)  # updates at which learning rates are compared

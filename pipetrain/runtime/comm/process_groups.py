@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _abort_proces
 
 from pipetrain.errors import ChannelError, Refused, of_all
 from pipetrain.runtime.comm.channel import Channel
-from pipetrain.runtime.comm.ranks import LAST_WORD_S, Listeners, Ranks, World, came_too_late
+from pipetrain.runtime.comm.collectives import LAST_WORD_S, Listeners, Ranks, World, came_too_late
 from pipetrain.runtime.comm.rendezvous import choose_interface, make_group, this_attempt
 from pipetrain.runtime.comm.transfer_watch import Deadline
 from pipetrain.runtime.device import gpu_of, obstacle

@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from pipetrain.errors import ChannelError, cause_of
-from pipetrain.runtime.comm.ranks import World, came_too_late
+from pipetrain.runtime.comm.collectives import World, came_too_late
 
 log = logging.getLogger("pipetrain")
 

@@ -27,7 +27,7 @@ from pipetrain.model.numerics import signed
 from pipetrain.model.random_numbers import RngSnapshot
 from pipetrain.model.specs import ValueSpec, as_tuple
 from pipetrain.model.tensor_access import Held, attributes_of
-from pipetrain.runtime.feed import Target
+from pipetrain.runtime.microbatch_feed import Target
 from pipetrain.runtime.stage.microbatch import WHOLE, Batch, Microbatch, Saving, around
 from pipetrain.runtime.stage.objective import Counted
 from pipetrain.runtime.stage.parameter_store import ParameterStore

@@ -19,9 +19,9 @@ from pipetrain.errors import TrainingStopped
 from pipetrain.model.network import Tensors
 from pipetrain.model.random_numbers import RngSnapshot
 from pipetrain.model.specs import cast_floats, join
-from pipetrain.runtime.feed import Target
-from pipetrain.runtime.stage.finite import WEIGH, Awaiting
+from pipetrain.runtime.microbatch_feed import Target
 from pipetrain.runtime.stage.microbatch import Batch, Microbatch
+from pipetrain.runtime.stage.nonfinite import WEIGH, Awaiting
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.tasks import Task
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipetrain.model.network import Tensors
 from pipetrain.model.specs import as_tuple
-from pipetrain.runtime.feed import Target
+from pipetrain.runtime.microbatch_feed import Target
 from pipetrain.runtime.stage.objective import Counted
 from pipetrain.runtime.stage.recompute import Recompute
 from pipetrain.runtime.stage.split_backward import Deferred

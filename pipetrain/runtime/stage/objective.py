@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipetrain.model.network import Tensors
 from pipetrain.model.specs import as_tuple, cast_floats, differentiable
-from pipetrain.runtime.feed import Target
+from pipetrain.runtime.microbatch_feed import Target
 from pipetrain.tasks import Task
 from pipetrain.tasks.running_sums import Accumulator
 

@@ -22,7 +22,7 @@ from pipetrain.model import random_numbers as draws
 from pipetrain.model.network import INPUT, Part, Tensors, evaluating
 from pipetrain.model.numerics import Numerics
 from pipetrain.model.specs import Value, as_tuple, leaves_of, needs_grad, requires_grad
-from pipetrain.runtime.feed import Target
+from pipetrain.runtime.microbatch_feed import Target
 from pipetrain.runtime.stage.attribute_state import attributes_of
 from pipetrain.runtime.stage.buffers import Buffers
 from pipetrain.runtime.stage.microbatch import WHOLE, Batch, Microbatch, Observer, Saving, around

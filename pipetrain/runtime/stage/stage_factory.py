@@ -17,9 +17,9 @@ from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.stage.batchnorm import BatchStatistics
 from pipetrain.runtime.stage.buffers import Buffers
 from pipetrain.runtime.stage.cuda_graphs import GraphedStage
-from pipetrain.runtime.stage.finite import SkipOnNaN, StopOnNaN
 from pipetrain.runtime.stage.loss_comparison import BatchLoss
 from pipetrain.runtime.stage.microbatch import Observer
+from pipetrain.runtime.stage.nonfinite import SkipOnNaN, StopOnNaN
 from pipetrain.runtime.stage.parameter_store import OptimizerFactory
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.tasks import Task

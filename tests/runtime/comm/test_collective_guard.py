@@ -14,8 +14,8 @@ from pipetrain.config.rate import LearningRate
 from pipetrain.config.settings import Settings
 from pipetrain.errors import ChannelError, TrainingStopped
 from pipetrain.runtime.comm.collective_guard import CollectiveGuard, broadcast_from_rank0, conditions
+from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.comm.process_groups import ProcessGroups
-from pipetrain.runtime.comm.ranks import World
 from pipetrain.schedule.programs import gpipe, one_f_one_b
 
 

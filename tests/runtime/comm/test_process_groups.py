@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.errors import Refused
+from pipetrain.runtime.comm import collectives as ranks
 from pipetrain.runtime.comm import process_groups as links
-from pipetrain.runtime.comm import ranks
+from pipetrain.runtime.comm.collectives import Listeners, World
 from pipetrain.runtime.comm.process_groups import ProcessGroups, in_rounds
-from pipetrain.runtime.comm.ranks import Listeners, World
 from pipetrain.runtime.profile import slowest_link
 from pipetrain.schedule.actions import ALL
 from pipetrain.schedule.actions import ranks_of as placed

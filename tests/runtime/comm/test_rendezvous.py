@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pipetrain.errors import ChannelError
 from pipetrain.runtime.comm import rendezvous as meeting
-from pipetrain.runtime.comm.ranks import World
+from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.comm.rendezvous import Attempt, choose_interface
 from tests.support import DEADLINE_S
 

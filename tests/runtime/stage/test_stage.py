@@ -16,7 +16,7 @@ from pipetrain.errors import TrainingStopped
 from pipetrain.model.chain import Chain
 from pipetrain.model.network import Part, Slice, ValueId
 from pipetrain.model.specs import Gradients, ValueSpec
-from pipetrain.runtime.feed import Target
+from pipetrain.runtime.microbatch_feed import Target
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.runtime.stage.stage_factory import observers_of
 from pipetrain.tasks import Classification, Task

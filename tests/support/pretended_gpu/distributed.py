@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed import GroupMember
 from torch.utils._python_dispatch import _disable_current_modes
 
+from pipetrain.runtime.comm import collectives as ranks
 from pipetrain.runtime.comm import process_groups as links
-from pipetrain.runtime.comm import ranks
 from pipetrain.runtime.comm import transfer_watch as watch
 from pipetrain.runtime.comm.transfer_watch import Deadline
 from tests.support.pretended_gpu.nccl import Clock, Group, Nccl, Waits, Work

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pipetrain.plan.plan import Plan
+from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.comm.process_groups import ProcessGroups
-from pipetrain.runtime.comm.ranks import World
 from pipetrain.runtime.engine import Engine
 from pipetrain.runtime.rehearsal import Rehearsal
 from pipetrain.runtime.session import Session

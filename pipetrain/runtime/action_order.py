@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate
 
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.feed import Feed
 from pipetrain.runtime.mailbox import Mailbox
+from pipetrain.runtime.microbatch_feed import Feed
 from pipetrain.runtime.stage.microbatch import Saving
 from pipetrain.schedule.actions import (
     RECEIVES,

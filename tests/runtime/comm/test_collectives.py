@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pipetrain.errors import ChannelError
-from pipetrain.runtime.comm.ranks import Ranks, World
+from pipetrain.runtime.comm.collectives import Ranks, World
 from tests.support.jobs import agreements
 from tests.support.process_ranks import run_world
 

@@ -19,7 +19,7 @@ from pipetrain.errors import TrainingStopped
 from pipetrain.model.specs import Size, Value
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.comm.process_groups import ProcessGroups
-from pipetrain.runtime.feed import WindowFeed, WindowPart
+from pipetrain.runtime.microbatch_feed import WindowFeed, WindowPart
 from pipetrain.tasks import Task, counted_for
 
 log = logging.getLogger("pipetrain")

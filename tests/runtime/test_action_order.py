@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipetrain.runtime.order import Order
+from pipetrain.runtime.action_order import Order
 from pipetrain.schedule.actions import ALL, RECEIVES, Action, Op
 from pipetrain.schedule.lower import edges, lower
 from pipetrain.schedule.posting_order import Sum, make_posts

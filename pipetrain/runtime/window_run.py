@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from pipetrain.model.network import Tensors
 from pipetrain.model.specs import Size
+from pipetrain.runtime.action_order import StopCheck
 from pipetrain.runtime.engine import ProgressCounter
-from pipetrain.runtime.order import StopCheck
 from pipetrain.runtime.stage.memory_meter import PeakBytes
 from pipetrain.schedule.timeline import Row
 

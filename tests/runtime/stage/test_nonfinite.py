@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipetrain.config.rate import LearningRate
 from pipetrain.errors import TrainingStopped
-from pipetrain.runtime.stage.finite import SkipOnNaN, StopOnNaN, all_finite, not_finite
+from pipetrain.runtime.stage.nonfinite import SkipOnNaN, StopOnNaN, all_finite, not_finite
 from pipetrain.runtime.stage.parameter_store import ParameterStore
 from pipetrain.runtime.stage.weights import Weights
 from tests.support.cases import Case, run_in_threads

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipetrain.model.specs import Size
-from pipetrain.runtime.feed import WindowFeed, WindowPart
+from pipetrain.runtime.microbatch_feed import WindowFeed, WindowPart
 from pipetrain.tasks import Classification
 
 # Two batches: one of 5 samples in pieces of 3 and 2, one of 4 in pieces of 2.

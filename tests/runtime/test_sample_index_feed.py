@@ -10,9 +10,9 @@ import torch
 from pipetrain.data.sampling import Sampled, Sampler
 from pipetrain.data.splits import Tensors
 from pipetrain.model.specs import Size
-from pipetrain.runtime.comm.ranks import World
-from pipetrain.runtime.feed import WindowPart
-from pipetrain.runtime.numbered_feed import NumberedBatches, turns
+from pipetrain.runtime.comm.collectives import World
+from pipetrain.runtime.microbatch_feed import WindowPart
+from pipetrain.runtime.sample_index_feed import NumberedBatches, turns
 from pipetrain.tasks import Classification
 
 
