@@ -115,7 +115,7 @@ class Signals:
                 self.request = max(self.request, asks, key=ORDER.index)
             say(f"rank {self._rank} got {name_of(number)}: {_LEADS_TO[number]}")
 
-    def advance(self) -> None:
+    def note_update(self) -> None:
         """Note that an update has been made."""
         self.updated = True
 

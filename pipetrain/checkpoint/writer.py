@@ -8,13 +8,12 @@ checkpoints are not changed.
 
 from __future__ import annotations
 
-import logging
 import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,15 +34,11 @@ from pipetrain.checkpoint.files import (
     write_part,
 )
 from pipetrain.checkpoint.rank_state import snapshot
-from pipetrain.checkpoint.window_stop import EarlyEnd
 from pipetrain.errors import ChannelError, TrainingStopped
 from pipetrain.runtime.comm.collectives import Ranks
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.session import Session
 from pipetrain.schedule.timeline import StageStats
-from pipetrain.signals import Signals
-
-log = logging.getLogger("pipetrain")
 
 POLL_S = 0.05
 TURN_S = 0.5
@@ -161,68 +156,3 @@ def save_now(
     writing = writer.save(manifest, partial(snapshot, session, groups, {}))
     writer.close()
     return writing.result()
-
-
-@dataclass(slots=True)
-class Keeper:
-    """Decides when to save: every `every` epochs or updates (None: never), at the best epoch, or on a signal.
-
-    `run`, `conditions`, `config`: fields of the Manifest. `seen`: the update at the end of the last window.
-    `not_saved`: the update of the last save if it failed, else None.
-    """
-
-    writer: Writer
-    signals: Signals
-    early: EarlyEnd
-    every: int | None
-    unit: str
-    run: str
-    conditions: Mapping[str, Any]
-    config: Mapping[str, Any]
-    seen: int = 0
-    not_saved: int | None = None
-
-    @property
-    def look_every(self) -> int | None:
-        """The updates between two saves, if that is how they are counted."""
-        return self.every if self.unit == "updates" else None
-
-    def due(self, position: Position, over: bool = False, best: bool = False) -> bool:
-        """Return whether to save; called once per window, `over` at the run's end, `best` at a best epoch."""
-        before, self.seen = self.seen, position.update
-        if self.every is None or over or best:
-            return self.every is not None
-        if self.unit == "updates":
-            return position.update // self.every > before // self.every
-        return position.batch == 0 and position.epoch % self.every == 0
-
-    def save(
-        self,
-        session: Session,
-        groups: ProcessGroups,
-        position: Position,
-        progress: Progress,
-        random: Mapping[str, Tensor],
-    ) -> None:
-        """Start a save. All ranks call it with equal values, except for their stages and `random`.
-
-        `random`: the random state from which the epoch's batches can be repeated, and further tensors.
-        """
-        pipeline = session.plan.pipeline
-        manifest = Manifest(self.run, position, self.conditions, pipeline, self.config, progress)
-        writing = self.writer.save(manifest, partial(snapshot, session, groups, random))
-        writing.add_done_callback(partial(self._note, position.update, groups.world.rank))
-
-    def _note(self, update: int, rank: int, writing: Future[Path]) -> None:
-        failure = writing.exception()
-        self.not_saved = update if failure else None
-        if isinstance(failure, TrainingStopped) and not rank:
-            log.warning(
-                "pipetrain: the checkpoint of update %d was NOT saved: %s; training goes on, and the "
-                "checkpoints before it are as they were",
-                *(update, failure),
-            )
-
-    def close(self) -> None:
-        self.signals.drained.set()
-        self.writer.close()

@@ -135,6 +135,11 @@ class Network(ABC):
     values: Values | None = None
     """The values that its tensors are to have; None: their current ones."""
 
+    def with_values(self, values: Values | None) -> Network:
+        """Return this network, whose tensors are to have these values; None: their current ones."""
+        self.values = values
+        return self
+
     @abstractmethod
     def takes(self, index: int, specs: Sequence[ValueSpec]) -> tuple[ValueId, ...]:
         """Return a layer's inputs; `specs`: of the model's input and of each earlier layer's output."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
 
 import torch
 from torch.profiler import record_function
@@ -28,13 +27,6 @@ from pipetrain.runtime.stage.memory_meter import Meter
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.schedule.actions import RECEIVES, SENDS, Action, Op
 from pipetrain.schedule.timeline import Bounds, Row, StageStats
-
-
-class ProgressCounter(Protocol):
-    """Counts the updates, or the evaluated microbatches, of a rank's first stage."""
-
-    def advance(self) -> None:
-        """Count one more."""
 
 
 @dataclass(slots=True)
@@ -104,14 +96,15 @@ class Engine:
         order: Order,
         feed: Feed,
         microbatches: int,
-        progress: Sequence[ProgressCounter] = (),
+        progress: Sequence[Callable[[], None]] = (),
         meter: Meter | None = None,
         timed: bool = False,
     ) -> Row | None:
         """Run this rank's actions of one window, with batches of `microbatches` each, and drain.
 
-        `meter` measures what the stages hold. With `timed` the host waits for the device, and the measured
-        spans are returned. Raises ChannelError and TrainingStopped.
+        `progress`: called at each update of the rank's first stage, or evaluated microbatch. `meter` measures
+        what the stages hold. With `timed` the host waits for the device, and the measured spans are returned.
+        Raises ChannelError and TrainingStopped.
         """
         self._limits = {stage: self._bounds(stage) for stage in self.stages}
         self._rehearse(order, feed, microbatches, training=True)
@@ -125,7 +118,7 @@ class Engine:
         self,
         order: Order,
         feed: Feed,
-        progress: Sequence[ProgressCounter] = (),
+        progress: Sequence[Callable[[], None]] = (),
         outputs: list[Tensors] | None = None,
     ) -> None:
         """Run forwards with the newest weights; the last stage counts them.
@@ -174,7 +167,7 @@ class Engine:
             self._rehearsal.before(self.stages.values(), play, feed, total, training)
 
     def _run(
-        self, window: _Window, progress: Sequence[ProgressCounter] = (), meter: Meter | None = None
+        self, window: _Window, progress: Sequence[Callable[[], None]] = (), meter: Meter | None = None
     ) -> Row:
         order, mail, sums, methods = window.order, window.mail, window.sums, self._methods
         counted, first = Op.STEP if window.trains else Op.F, min(self.stages)
@@ -205,8 +198,8 @@ class Engine:
                 if meter:
                     meter.after(chain(mail.tensors(), sums.tensors()))
                 if op is counted and action.stage == first:
-                    for counter in progress:
-                        counter.advance()
+                    for count in progress:
+                        count()
         except (TrainingStopped, AssertionError):
             raise
         except ChannelError as error:

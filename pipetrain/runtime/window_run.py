@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pipetrain.model.network import Tensors
 from pipetrain.model.specs import Size
 from pipetrain.runtime.action_order import StopCheck
-from pipetrain.runtime.engine import ProgressCounter
 from pipetrain.runtime.stage.memory_meter import PeakBytes
 from pipetrain.schedule.timeline import Row
 
@@ -17,11 +16,12 @@ from pipetrain.schedule.timeline import Row
 class WindowWatch:
     """What looks at a window while it runs.
 
-    `progress`: advanced as it goes. `stop_check`: may end it early. `times`: whether its spans are read, for
-    which the host waits. `memory`: whether what the stages hold in a window of training is measured.
+    `progress`: called at each update of the first stage, or evaluated microbatch. `stop_check`: may end it
+    early. `times`: whether its spans are read, for which the host waits. `memory`: whether what the stages
+    hold in a window of training is measured.
     """
 
-    progress: tuple[ProgressCounter, ...] = ()
+    progress: tuple[Callable[[], None], ...] = ()
     stop_check: StopCheck | None = None
     times: bool = False
     memory: bool = False

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
+from pipetrain.checkpoint.files import Manifest, Position
 from pipetrain.checkpoint.resume import (
     AUTO,
     find_source,
@@ -22,8 +23,7 @@ from pipetrain.checkpoint.resume import (
     refuse_other,
     transformers_config,
 )
-from pipetrain.checkpoint.window_stop import LOST, EarlyEnd
-from pipetrain.checkpoint.writer import Keeper, Writer
+from pipetrain.checkpoint.writer import Writer
 from pipetrain.config.settings import Settings
 from pipetrain.data.loader_facts import has_length
 from pipetrain.data.reader import Loader, refuse_loader
@@ -40,10 +40,11 @@ from pipetrain.records.trackers import check_loggers, read_loggers
 from pipetrain.rules import COUNT, PATH
 from pipetrain.signals import Signals, name_of, status_after
 from pipetrain.trainer.epoch_data import EpochData
-from pipetrain.trainer.listeners import AfterEpoch, listeners_of
+from pipetrain.trainer.listeners import Checkpoints, listeners_of
 from pipetrain.trainer.pipeline import Pipeline
 from pipetrain.trainer.run import Run
 from pipetrain.trainer.training import Training
+from pipetrain.trainer.window_stop import LOST, WindowStop
 
 log = logging.getLogger("pipetrain")
 
@@ -63,7 +64,7 @@ def fit(
     log_every: int = 10,
     trace: bool | int = False,
     name: str = "",
-    after_epoch: AfterEpoch = lambda row: None,
+    after_epoch: Callable[[dict[str, float]], str | None] = lambda row: None,
     max_updates: int | None = None,
 ) -> list[dict[str, float]]:
     """Train epochs of a loader, each with an evaluation after it; return a row of figures for each epoch.
@@ -98,7 +99,7 @@ def fit(
         "epochs": 1 if epochs is None else epochs,
         "max_updates": max_updates,
         "log_every": log_every,
-        **_checkpoints(checkpoint),
+        **_checkpoint_options(checkpoint),
         "trace": {"windows": windows} if windows else bool(trace),
         "resume": resume,
     }
@@ -127,7 +128,7 @@ def fit(
             return train_epochs(training, data, settings, facts, run_folder, after_epoch=after_epoch)
 
 
-def _checkpoints(checkpoint: Mapping[str, Any] | int | None) -> dict[str, Any]:
+def _checkpoint_options(checkpoint: Mapping[str, Any] | int | None) -> dict[str, Any]:
     """Return the options of checkpoints. Raises ConfigError for one that there is not."""
     options = checkpoint if isinstance(checkpoint, Mapping) else {"every": checkpoint}
     if unknown := options.keys() - {"every", "unit", "keep"}:
@@ -184,31 +185,36 @@ def train_epochs(
     facts: DataFacts,
     run_folder: RunFolder | None,
     ready: Callable[[], None] = lambda: None,
-    after_epoch: AfterEpoch = lambda row: None,
+    after_epoch: Callable[[dict[str, float]], str | None] | None = None,
 ) -> list[dict[str, float]]:
     """Train to the end, or until stopped; return the rows of all epochs.
 
     Calls `ready` when nothing is left that could refuse the training.
     """
     about = _about(training, data, settings, facts)
+    run = Run(training.begun, training.guard, about, data)
     with ExitStack() as ending:
-        keeper = _keeper(training, about, run_folder) if run_folder else None
-        if keeper is not None:  # until all records are written
-            ending.enter_context(keeper.signals.handled())
-            ending.enter_context(keeper.early.watching())
+        stop, checkpoints = None, None
+        if run_folder is not None:
+            checkpoints = _checkpoints(run, training, run_folder)
+            store = PrefixStore(f"fit {next(_trainings)}", training.groups.store)
+            stop = WindowStop(checkpoints.signals, store, about.plan.firsts[0] == training.rank)
+            ending.enter_context(checkpoints.signals.handled())  # until all records are written
+            ending.enter_context(stop.watching())
         recorder = None if training.rank else _recorder(about, run_folder, ending)
-        run = Run(training.begun, training.guard, about, data, keeper)
         if data.source is not None:
             with data.source.used():
                 run.restore(data.source)
         ready()
-        with _saving(keeper):
-            run.begin(listeners_of(run, recorder, after_epoch))
+        with _saving(checkpoints):
+            listeners = listeners_of(run, recorder, after_epoch, stop, checkpoints)
+            looks = (checkpoints.signals, checkpoints.look_every) if checkpoints else ()
+            run.begin(listeners, *looks)
             finished = run_epochs(run)
-        lost = keeper.not_saved if keeper else None
+        lost = checkpoints.not_saved if checkpoints else None
         orphaned = 0
-        if keeper and not finished:
-            orphaned = training.groups.most("whether torchrun's store is lost", int(keeper.early.lost))
+        if stop and not finished:
+            orphaned = training.groups.most("whether torchrun's store is lost", int(stop.lost))
         if recorder and finished and lost != run.position.update:
             recorder.close()
         elif recorder:
@@ -251,51 +257,50 @@ def _about(training: Training, data: EpochData, settings: Settings, facts: DataF
 
 
 @contextmanager
-def _saving(keeper: Keeper | None) -> Iterator[None]:
+def _saving(checkpoints: Checkpoints | None) -> Iterator[None]:
     """Run epochs of which checkpoints are saved; say what is saved where another rank has left."""
-    if keeper is None:
+    if checkpoints is None:
         yield
         return
+    signals = checkpoints.signals
     try:
-        with keeper.signals.losing():
+        with signals.losing():
             yield
     except ChannelError as error:
-        if keeper.signals.saved and (by := keeper.signals.stopped_by):  # another rank has left
-            terminate(f"{error}, after {name_of(by)}; {keeper.signals.saved()}", status_after(by))
+        if signals.saved and (by := signals.stopped_by):  # another rank has left
+            terminate(f"{error}, after {name_of(by)}; {signals.saved()}", status_after(by))
         raise
     finally:
-        keeper.signals.drained.set()
-        keeper.writer.leave()
+        signals.drained.set()
+        checkpoints.writer.leave()
 
 
-def _keeper(training: Training, about: About, run_folder: RunFolder) -> Keeper:
-    """Return what saves checkpoints, and handles signals. Raises ConfigError for another run's checkpoint."""
-    settings, path, source = about.settings, run_folder.path, run_folder.source
+def _checkpoints(run: Run, training: Training, run_folder: RunFolder) -> Checkpoints:
+    """Return what saves checkpoints. Raises ConfigError for another run's checkpoint to go on from."""
+    about, settings, path, source = run.about, run.about.settings, run_folder.path, run_folder.source
     samples = {"batches": about.batches, "batch_size": settings.batch_size}
     conditions = {**training.conditions, **samples, **run_folder.conditions}
+    pipeline, seen = about.plan.pipeline, 0
     if source is not None:
         # A run that was killed just before its end may have a checkpoint with all epochs done.
-        ending = settings.resume == AUTO and source.manifest.pipeline == about.plan.pipeline
+        ending = settings.resume == AUTO and source.manifest.pipeline == pipeline
         refuse_other(source, conditions)
-        done = source.manifest.position.batches(about.batches)
+        done, seen = source.manifest.position.batches(about.batches), source.manifest.position.update
         refuse_finished(source, done, about.updates, ending)
         if training.rank == 0:  # these records will be written again
-            records, update = [METRICS, UPDATES, SUMMARY], source.manifest.position.update
+            records = [METRICS, UPDATES, SUMMARY]
             folder.clear(path, records if done == about.updates else [*records, TRACE, RAN])
-            log.info("pipetrain: going on from %s, after update %d", source.folder, update)
-    store = PrefixStore(f"fit {next(_trainings)}", training.groups.store)
-    seed = training.begun.engine.seed
-    signals = Signals(training.rank, run_folder.saved_so_far)
-    return Keeper(
-        writer=Writer(path, training.groups, settings.checkpoint_keep),
-        signals=signals,
-        early=EarlyEnd(signals, store, about.plan.firsts[0] == training.rank),
-        every=settings.checkpoint_every,
-        unit=settings.checkpoint_unit,
-        run=run_folder.run,
-        conditions=conditions,
-        config={"seed": seed, **transformers_config(training.request.model), **run_folder.config},
-        seen=source.manifest.position.update if source else 0,
+            log.info("pipetrain: going on from %s, after update %d", source.folder, seen)
+    model_config, seed = transformers_config(training.request.model), run.session.engine.seed
+    config = {"seed": seed, **model_config, **run_folder.config}
+    return Checkpoints(
+        run,
+        Writer(path, training.groups, settings.checkpoint_keep),
+        Signals(training.rank, run_folder.saved_so_far),
+        Manifest(run_folder.run, Position(), conditions, pipeline, config),
+        settings.checkpoint_every,
+        settings.checkpoint_unit,
+        seen,
     )
 
 

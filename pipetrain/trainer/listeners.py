@@ -5,45 +5,39 @@ All ranks have the same listeners in the same order, as some of them gather what
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 from pipetrain.checkpoint.epoch_record import EpochRecord, best_epoch
-from pipetrain.checkpoint.window_stop import EarlyEnd
-from pipetrain.checkpoint.writer import Keeper
+from pipetrain.checkpoint.files import Manifest
+from pipetrain.checkpoint.rank_state import snapshot
+from pipetrain.checkpoint.writer import Writer
+from pipetrain.errors import TrainingStopped
 from pipetrain.model.specs import Size
 from pipetrain.records.history import About
 from pipetrain.records.progress_bar import Bar
 from pipetrain.records.rank_records import RankRecords
 from pipetrain.records.recorder import Recorder
 from pipetrain.records.tracer import Tracer
-from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.window_run import UNWATCHED, WindowWatch
 from pipetrain.schedule.actions import Action, Op, parse_action
 from pipetrain.schedule.check import check
 from pipetrain.signals import STOPS, Signals
-from pipetrain.trainer.passes import Pass, WindowListener, WindowResult
-from pipetrain.trainer.run import Listener, Run
+from pipetrain.trainer.run import Run
+from pipetrain.trainer.window_stop import WindowStop
+from pipetrain.trainer.windows import Listener, Pass, WindowResult
+
+log = logging.getLogger("pipetrain")
 
 STOP = "stop"
-AfterEpoch = Callable[[dict[str, float]], str | None]
-"""Gets the row of an epoch on every rank; STOP on any ends the training after it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """The steps of one pass."""
-
-    shown_by: Bar | Recorder
-    what: str
-    total: int
-
-    def advance(self) -> None:
-        self.shown_by.tick(self.what, self.total)
-
-
-class ShowsProgress(WindowListener):
+class ShowsProgress(Listener):
     """Shows the steps of each pass, but for windows of less than `least` batches."""
 
     def __init__(self, shown_by: Bar | Recorder, session: Session, least: int = 1) -> None:
@@ -54,20 +48,20 @@ class ShowsProgress(WindowListener):
         if len(sizes) < self._least:
             return UNWATCHED
         total = len(sizes) if of.trains else -(-len(sizes) // self._replicas)  # the first has the most
-        return WindowWatch(progress=(Steps(self._shown_by, of.title or of.kind, of.shown or total),))
+        return WindowWatch(progress=(partial(self._shown_by.tick, of.title or of.kind, of.shown or total),))
 
 
-class Records(ShowsProgress, Listener):
+class Records(ShowsProgress):
     """Lets rank 0's recorder show the progress, and record the epochs."""
 
     def __init__(self, recorder: Recorder, run: Run) -> None:
         super().__init__(recorder, run.session)
-        self._recorder = recorder
+        self._recorder, self._run = recorder, run
         recorder.begin(run.history, run.again)
 
-    def after_epoch(self, run: Run, ranks: RankRecords) -> None:
+    def after_epoch(self, ranks: RankRecords) -> None:
         peaks = [rank.peak_bytes for rank in ranks.all if rank.peak_bytes is not None]
-        self._recorder.epoch(run.history[-1], peaks, [rank.stages for rank in ranks.all])
+        self._recorder.epoch(self._run.history[-1], peaks, [rank.stages for rank in ranks.all])
 
 
 class MeasuresMemory(Listener):
@@ -92,18 +86,19 @@ class MeasuresMemory(Listener):
 class RecordsDecisions(Listener):
     """Checks the programs that a policy has decided on, and has rank 0's recorder write them."""
 
-    def __init__(self, recorder: Recorder | None) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder | None, run: Run) -> None:
+        self._recorder, self._run = recorder, run
         self._ran: list[list[Action]] = []  # in each window of the epoch
 
     def before_window(self, of: Pass, sizes: Sequence[Size]) -> WindowWatch:
         return WindowWatch(times=of.trains)
 
-    def after_windows(self, run: Run, done: WindowResult) -> None:
+    def after_windows(self, done: WindowResult) -> None:
         self._ran += [window.row.actions for window in done.windows if window.row]
 
-    def after_epoch(self, run: Run, ranks: RankRecords) -> None:
+    def after_epoch(self, ranks: RankRecords) -> None:
         ran, self._ran = [list(map(str, actions)) for actions in self._ran], []
+        run = self._run
         of_ranks = run.groups.gather("what a policy has decided", ran)
         if not self._recorder:
             return
@@ -119,9 +114,9 @@ class RecordsDecisions(Listener):
 class Traces(Listener):
     """Traces the first windows, and has rank 0's recorder write them."""
 
-    def __init__(self, recorder: Recorder | None, about: About, groups: ProcessGroups) -> None:
-        self._recorder = recorder
-        self._tracer: Tracer | None = Tracer(about, groups)
+    def __init__(self, recorder: Recorder | None, run: Run) -> None:
+        self._recorder, self._run = recorder, run
+        self._tracer: Tracer | None = Tracer(run.about, run.groups)
         self._traced: list[bool] = []  # of the windows that run
 
     def before_window(self, of: Pass, sizes: Sequence[Size]) -> WindowWatch:
@@ -129,20 +124,20 @@ class Traces(Listener):
         self._traced.append(traced)
         return WindowWatch(times=traced)
 
-    def after_windows(self, run: Run, done: WindowResult) -> None:
+    def after_windows(self, done: WindowResult) -> None:
         for window, traced in zip(done.windows, self._traced, strict=True):
             if self._tracer and traced and window.row:
                 self._tracer.add(done.of.epoch, window.sizes, window.row)
         self._traced = []
 
-    def after_epoch(self, run: Run, ranks: RankRecords) -> None:
+    def after_epoch(self, ranks: RankRecords) -> None:
         if self._tracer and self._tracer.over:
-            self.close(run)
+            self.close()
 
-    def close(self, run: Run) -> None:
+    def close(self) -> None:
         tracer, self._tracer = self._tracer, None
         if tracer:
-            trace = tracer.collect(stopped=run.position.epoch < run.about.epochs)
+            trace = tracer.collect(stopped=self._run.position.epoch < self._run.about.epochs)
             if self._recorder and trace.windows:
                 self._recorder.trace(trace)
 
@@ -150,86 +145,122 @@ class Traces(Listener):
 class AsksProgram(Listener):
     """Gives the program each epoch's row, on every rank; STOP on any of them ends the run after the epoch."""
 
-    def __init__(self, after_epoch: AfterEpoch, run: Run) -> None:
-        self._after_epoch = after_epoch
+    def __init__(self, after_epoch: Callable[[dict[str, float]], str | None], run: Run) -> None:
+        self._after_epoch, self._run = after_epoch, run
         self._later: EpochRecord | None = None
         with run.session.keeping_options():  # which it has changed before
             for record in run.history:  # what it knows of them it may have forgotten in a restart
-                self._ask(run, record)
+                self._ask(record)
 
-    def after_epoch(self, run: Run, ranks: RankRecords) -> None:
-        if run.cut:  # saved first: what the program changes now is not of the epoch's rest
-            self._later = run.history[-1]
+    def after_epoch(self, ranks: RankRecords) -> None:
+        if self._run.cut:  # saved first: what the program changes now is not of the epoch's rest
+            self._later = self._run.history[-1]
         else:
-            self._ask(run, run.history[-1])
+            self._ask(self._run.history[-1])
 
-    def close(self, run: Run) -> None:
+    def close(self) -> None:
         if self._later:
-            self._ask(run, self._later)
+            self._ask(self._later)
 
-    def _ask(self, run: Run, record: EpochRecord) -> None:
+    def _ask(self, record: EpochRecord) -> None:
         enough = self._after_epoch(record.as_told()) == STOP
-        if run.groups.most("whether epochs are enough", int(enough)):
-            run.finish()
-
-
-class StopsWindows(Listener):
-    """Lets signals know of updates, which are then to be saved, and end a long window early."""
-
-    def __init__(self, signals: Signals, early: EarlyEnd) -> None:
-        self._signals, self._early = signals, early
-
-    def before_window(self, of: Pass, sizes: Sequence[Size]) -> WindowWatch:
-        self._early.begin_window(len(sizes), of.sample_s and of.sample_s * max(sizes).samples)
-        return WindowWatch(progress=(self._signals,), stop_check=self._early.ends_window)
+        if self._run.groups.most("whether epochs are enough", int(enough)):
+            self._run.finish()
 
 
 class Checkpoints(Listener):
-    """Saves: every so often, at the best epoch, at the end, and when a signal asks for it."""
+    """Saves every `every` epochs or updates (None: never) and at the best epoch and the end; or at a signal.
 
-    def __init__(self, keeper: Keeper) -> None:
-        self._keeper = keeper
+    `manifest`: of each checkpoint, but for its position and progress. `seen`: the update at the end of the
+    last window. `not_saved`: the update of the last save if it failed.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        writer: Writer,
+        signals: Signals,
+        manifest: Manifest,
+        every: int | None,
+        unit: str,
+        seen: int = 0,
+    ) -> None:
+        self._run, self.writer, self.signals, self._manifest = run, writer, signals, manifest
+        self._every, self._unit, self._seen = every, unit, seen
         self._asked = False  # at the end of the epoch's training
+        self.not_saved: int | None = None
 
-    def after_windows(self, run: Run, done: WindowResult) -> None:
+    @property
+    def look_every(self) -> int | None:
+        """The updates between two saves, if that is how they are counted."""
+        return self._every if self._unit == "updates" else None
+
+    def after_windows(self, done: WindowResult) -> None:
         stops = done.request in STOPS
         if not done.of.trains:
             due = done.early
         elif done.over and not stops:  # there is a checkpoint of the epoch's end
             due, self._asked = False, bool(done.request)
         else:
-            due = self._keeper.due(run.position) or bool(done.request)
+            due = self._due() or bool(done.request)
         if due:
-            self._save(run)
+            self._save()
 
-    def after_epoch(self, run: Run, ranks: RankRecords) -> None:
-        best = best_epoch(run.history) is run.history[-1]
-        if self._keeper.due(run.position, run.over, best) or self._asked:
-            self._save(run)
+    def after_epoch(self, ranks: RankRecords) -> None:
+        history = self._run.history
+        if self._due(self._run.over or best_epoch(history) is history[-1]) or self._asked:
+            self._save()
         self._asked = False
 
-    def close(self, run: Run) -> None:
-        self._keeper.close()
+    def close(self) -> None:
+        self.signals.drained.set()
+        self.writer.close()
 
-    def _save(self, run: Run) -> None:
+    def _due(self, surely: bool = False) -> bool:
+        """Return whether to save, `surely` if at all; called once per window."""
+        at, before = self._run.position, self._seen
+        self._seen = at.update
+        if self._every is None or surely:
+            return self._every is not None
+        if self._unit == "updates":
+            return at.update // self._every > before // self._every
+        return at.batch == 0 and at.epoch % self._every == 0
+
+    def _save(self) -> None:
         """Start to save; on all ranks at the same window, with the pipeline drained."""
+        run = self._run
         progress, rates = run.progress()
         tensors = {**run.data.random(run.position.batch), **rates}
-        self._keeper.save(run.session, run.groups, run.position, progress, tensors)
+        manifest = replace(self._manifest, position=run.position, progress=progress)
+        saving = self.writer.save(manifest, partial(snapshot, run.session, run.groups, tensors))
+        saving.add_done_callback(partial(self._note, run.position.update))
+
+    def _note(self, update: int, saving: Future[Path]) -> None:
+        failure = saving.exception()
+        self.not_saved = update if failure else None
+        if isinstance(failure, TrainingStopped) and not self._run.groups.world.rank:
+            log.warning(
+                "pipetrain: the checkpoint of update %d was NOT saved: %s; training goes on, and the "
+                "checkpoints before it are as they were",
+                *(update, failure),
+            )
 
 
 def listeners_of(
-    run: Run, recorder: Recorder | None = None, after_epoch: AfterEpoch = lambda row: None
+    run: Run,
+    recorder: Recorder | None = None,
+    after_epoch: Callable[[dict[str, float]], str | None] | None = None,
+    stop: WindowStop | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> list[Listener]:
     """Return what listens to a run that begins. All ranks call it; rank 0 has the recorder."""
-    traces = [Traces(recorder, run.about, run.groups)] if run.about.settings.trace else []
-    keeper = run.keeper
-    return [
-        *([StopsWindows(keeper.signals, keeper.early)] if keeper else []),
+    listeners = [
+        stop,
         MeasuresMemory(run.about),
-        *([RecordsDecisions(recorder)] if run.session.plan.draft.policy else []),
-        *([Records(recorder, run)] if recorder else []),
-        AsksProgram(after_epoch, run),
-        *traces,
-        *([Checkpoints(keeper)] if keeper else []),
+        RecordsDecisions(recorder, run) if run.session.plan.draft.policy else None,
+        Records(recorder, run) if recorder else None,
+        AsksProgram(after_epoch, run) if after_epoch else None,
+        Traces(recorder, run) if run.about.settings.trace else None,
+        checkpoints,
     ]
+    return [listener for listener in listeners if listener]

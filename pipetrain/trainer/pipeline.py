@@ -52,9 +52,8 @@ from pipetrain.tasks import LossFunction, Metric, Task
 from pipetrain.tasks.metrics import MetricFunction
 from pipetrain.trainer.arguments import Arguments, read_draft, read_model, read_targets, read_task
 from pipetrain.trainer.listeners import ShowsProgress
-from pipetrain.trainer.passes import Pass, WindowResult
 from pipetrain.trainer.training import Training
-from pipetrain.trainer.windows import Windows
+from pipetrain.trainer.windows import Pass, WindowResult, Windows
 
 log = logging.getLogger("pipetrain")
 PREDICTED_AT_ONCE = 8  # batches of a window of a prediction, whose outputs are kept until its end

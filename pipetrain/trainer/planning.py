@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -43,16 +43,6 @@ from pipetrain.trainer.windows import NO_BATCH
 log = logging.getLogger("pipetrain")
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """What follows from the first batch, of a `form`. `apart`: why microbatches train otherwise than it."""
-
-    network: Network
-    plan: Plan
-    form: Form
-    apart: str
-
-
 def plan_for(
     reader: Reader | Sampled | None,
     request: Arguments,
@@ -60,10 +50,11 @@ def plan_for(
     values: Values | None,
     samples: Samples | None,
     guard: CollectiveGuard,
-) -> Planned:
+) -> tuple[Network, Plan, Form, str]:
     """Plan for the first batch of rank 0, whose `reader` it is. All ranks call it.
 
-    `values`: with which the weights begin. `samples`: the sizes of all batches; None: others may come.
+    Return also the form of batches, and why microbatches would train otherwise than a batch. `values`: with
+    which the weights begin. `samples`: the sizes of all batches; None: others may come.
     """
     known = guard.on_first("the first batch", partial(_facts_of, reader))
     if known is None:
@@ -75,8 +66,7 @@ def plan_for(
     inputs = _with_whole_numbers(reader, form.inputs, min(size, settings.full), guard)
 
     def planned() -> tuple[Network, Plan]:
-        network = network_of(request.model, inputs, settings.precision == "bf16")
-        network.values = values
+        network = network_of(request.model, inputs, settings.precision == "bf16").with_values(values)
         if isinstance(request.task, ModelLoss):
             choose_weight(request.task, network, inputs)
         plan = _plan(reader, request, settings, network, inputs, samples, guard)
@@ -93,7 +83,7 @@ def plan_for(
             ", ".join(network.kept),
         )
     apart = guard.on_first("the task", partial(_compare, plan, request, network, reader))
-    return Planned(network, plan, form, apart)
+    return network, plan, form, apart
 
 
 def _facts_of(reader: Any) -> list[Any] | None:

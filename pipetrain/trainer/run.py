@@ -17,7 +17,6 @@ from pipetrain.checkpoint.epoch_record import EpochRecord, Progress, by_update
 from pipetrain.checkpoint.files import Position
 from pipetrain.checkpoint.rank_state import restore
 from pipetrain.checkpoint.resume import Source
-from pipetrain.checkpoint.writer import Keeper
 from pipetrain.errors import TrainingStopped
 from pipetrain.records.history import About
 from pipetrain.records.rank_records import RankRecord, RankRecords
@@ -25,26 +24,12 @@ from pipetrain.runtime.comm.collective_guard import CollectiveGuard
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage.memory_meter import PeakBytes
 from pipetrain.schedule.timeline import of_another
-from pipetrain.signals import STOPS, StopRequest
+from pipetrain.signals import STOPS, Signals, StopRequest
 from pipetrain.tasks.running_sums import Tally
 from pipetrain.trainer.epoch_data import EpochData
-from pipetrain.trainer.passes import Pass, WindowListener, WindowResult
-from pipetrain.trainer.windows import MAX_UNSYNCED_S, Windows
+from pipetrain.trainer.windows import MAX_UNSYNCED_S, Listener, Pass, WindowResult, Windows
 
 RATES = "rates"  # of the epoch's updates so far, in a checkpoint
-
-
-class Listener(WindowListener):
-    """What `fit` calls as a run goes on. All ranks have the same listeners, as some call collectives."""
-
-    def after_windows(self, run: Run, done: WindowResult) -> None:
-        """Act after windows that have run; the run has counted their batches."""
-
-    def after_epoch(self, run: Run, ranks: RankRecords) -> None:
-        """Act after an epoch, the last one of the history; `ranks`: the records that it was made of."""
-
-    def close(self, run: Run) -> None:
-        """End with the run: after its last epoch, or when a signal has stopped it."""
 
 
 class Run:
@@ -54,16 +39,9 @@ class Run:
     before. `stopped_by`: the signal that has ended it.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        guard: CollectiveGuard,
-        about: About,
-        data: EpochData,
-        keeper: Keeper | None = None,
-    ) -> None:
+    def __init__(self, session: Session, guard: CollectiveGuard, about: About, data: EpochData) -> None:
         self.session, self.groups, self.about = session, guard.groups, about
-        self._guard, self.data, self.keeper = guard, data, keeper
+        self._guard, self.data = guard, data
         self.position = Position(update=session.updates)
         self.again = self.position.update > 0
         self.history: list[EpochRecord] = []
@@ -122,11 +100,16 @@ class Run:
 
     # The loop of fit
 
-    def begin(self, listeners: Sequence[Listener], max_unsynced_s: float = MAX_UNSYNCED_S) -> None:
-        """Begin to train, on all ranks at once."""
-        requests = self.keeper.signals if self.keeper else None
-        self._windows = Windows(self.session, self._guard, requests, listeners, max_unsynced_s)
-        self._listeners = listeners
+    def begin(
+        self,
+        listeners: Sequence[Listener],
+        signals: Signals | None = None,
+        look_every: int | None = None,
+        max_unsynced_s: float = MAX_UNSYNCED_S,
+    ) -> None:
+        """Begin to train, on all ranks at once. `look_every`: see Pass."""
+        self._windows = Windows(self.session, self._guard, signals, listeners, max_unsynced_s)
+        self._listeners, self._look_every = listeners, look_every
         self.groups.gather("the start of the epochs", None)  # so that no rank's time is that of its start
         self._started = time.perf_counter() - self._elapsed_s
 
@@ -147,7 +130,7 @@ class Run:
         """Count windows that ran, and let the listeners know; stop where a signal has asked for it."""
         self._count(done)
         for listener in self._listeners:
-            listener.after_windows(self, done)
+            listener.after_windows(done)
         if done.request in STOPS:
             self.stopped_by = done.request
 
@@ -158,7 +141,7 @@ class Run:
         if not cut:
             self._leave_epoch()
         for listener in self._listeners:
-            listener.after_epoch(self, ranks)
+            listener.after_epoch(ranks)
         if cut:  # a longer training goes on with it
             self._leave_epoch()
 
@@ -169,7 +152,7 @@ class Run:
     def close(self) -> bool:
         """End with the last epoch, or amid one; return whether all epochs are done."""
         for listener in self._listeners:
-            listener.close(self)
+            listener.close()
         return not self.stopped_by
 
     # The current epoch
@@ -270,7 +253,7 @@ class Run:
             shown=total - begun,
             updates=about.updates,
             reads_ahead=True,
-            look_every=self.keeper.look_every if self.keeper else None,
+            look_every=self._look_every,
             title=f"epoch {epoch + 1}",
             epoch=epoch,
             sample_s=last[0].train_s / max(1, last[0].samples) if last else None,

@@ -14,16 +14,30 @@ from pathlib import Path
 import torch
 
 from pipetrain.checkpoint.rank_state import restore, restore_random
-from pipetrain.checkpoint.resume import Source, refuse_other, tensors_of, weights_of
+from pipetrain.checkpoint.resume import Source, open_weights, refuse_other, tensors_of, weights_of
 from pipetrain.config.parameter_groups import title
+from pipetrain.config.settings import AUTO
 from pipetrain.data.reader import Form, Loader, NamedTargets, Reader
 from pipetrain.data.sampling import Sampled
 from pipetrain.errors import ConfigError
 from pipetrain.model.factory import Initial
+from pipetrain.model.network import Values
+from pipetrain.model.requirements import give_memory, refuse_without_numbers, tensor_attributes
 from pipetrain.model.specs import TensorSpec, ValueSpec
+from pipetrain.model.tensor_access import named_tensors
 from pipetrain.plan.plan import Samples
+from pipetrain.plan.program import Draft
 from pipetrain.records.progress_bar import Bar
-from pipetrain.runtime.comm.collective_guard import CollectiveGuard
+from pipetrain.rules import PATH
+from pipetrain.runtime.comm.collective_guard import (
+    CollectiveGuard,
+    broadcast_from_rank0,
+    compare_ranks,
+    conditions,
+)
+from pipetrain.runtime.comm.collectives import World
+from pipetrain.runtime.comm.process_groups import ProcessGroups
+from pipetrain.runtime.device import choose_device
 from pipetrain.runtime.loader_feed import LoaderBatches
 from pipetrain.runtime.microbatch_feed import Batches
 from pipetrain.runtime.sample_index_feed import NumberedBatches
@@ -31,8 +45,8 @@ from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.runtime.stage.stage_factory import make_stages
 from pipetrain.runtime.whole_model import WholeModel, owners
+from pipetrain.schedule.lower import edges, links
 from pipetrain.tasks.running_sums import Tally, summed
-from pipetrain.trainer.agreement import connect, share_model
 from pipetrain.trainer.arguments import Arguments
 from pipetrain.trainer.planning import plan_for, refuse_targets
 from pipetrain.typed_json import read_as
@@ -103,9 +117,10 @@ class Training:
     def begin(self, reader: Reader | Sampled | None, samples: Samples | None = None) -> None:
         """Plan for the first batch of rank 0, and make this rank's stages. `samples`: see `plan_for`."""
         request, groups, whole = self.request, self.groups, self.whole
-        planned = plan_for(reader, request, self.settings, whole.values, samples, self.guard)
-        network, plan = planned.network, planned.plan
-        self.settings, self._form, self._apart = plan.settings, planned.form, planned.apart
+        network, plan, self._form, self._apart = plan_for(
+            reader, request, self.settings, whole.values, samples, self.guard
+        )
+        self.settings = plan.settings
         with self.guard():
             groups.open(plan.links, plan.ties, plan.placement)
             owned = owners(network, plan)
@@ -222,3 +237,32 @@ class Training:
             if not self.guard.stopped:
                 self.groups.close()
         self.closed = True
+
+
+def connect(draft: Draft) -> ProcessGroups:
+    """Return the ranks that have met, with a line where their messages go through host memory."""
+    world, settings, decides = World.current(), draft.settings, draft.policy is not None
+    how = choose_device(world.local_rank, settings.device), None, settings.timeout, decides
+    groups = ProcessGroups(world, draft.placement, [], *how)
+    if (groups.obstacle or groups.staged) and world.size > 1 and not world.rank:
+        why = groups.obstacle or f"{settings.schedule} decides its order as it runs"
+        log.warning("pipetrain: %s, so messages go through host memory over gloo", why)
+    return groups
+
+
+def share_model(
+    groups: ProcessGroups, request: Arguments, record: Initial | None, weights: str | Path | None
+) -> Values | None:
+    """Compare what the ranks are asked for, and give them the model of rank 0; return its weights' begin.
+
+    `record`: of the factory that made it. Raises Refused and ConfigError.
+    """
+    model, draft = request.model, request.draft
+    drawn = {"how the model's factory makes its parameters": record.digest} if record else {}
+    given = conditions(draft.settings, request.made, draft.program, request.rate)
+    compare_ranks(groups, "the settings", given | drawn)
+    if draft.settings.replicas != AUTO:  # whose links are those of the plan
+        groups.open(links(edges(draft.program), draft.placement))
+    refuse_without_numbers(groups.broadcast("the model", [] if record else give_memory(model)))
+    broadcast_from_rank0(groups, "the model", named_tensors(model) | tensor_attributes(model))
+    return record if weights is None else open_weights(PATH.read("weights", weights), model)

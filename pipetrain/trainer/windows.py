@@ -13,11 +13,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from pipetrain.data.reader import BadBatch, too_small
 from pipetrain.errors import ConfigError, of_all
 from pipetrain.model.specs import Size
 from pipetrain.plan.window_schedule import NONE, WindowSchedule
+from pipetrain.records.rank_records import RankRecords
 from pipetrain.runtime.comm.collective_guard import (
     CollectiveGuard,
     Failure,
@@ -25,15 +27,92 @@ from pipetrain.runtime.comm.collective_guard import (
     failure_of,
     raise_failure,
 )
+from pipetrain.runtime.microbatch_feed import Batches
 from pipetrain.runtime.session import Session
-from pipetrain.runtime.window_run import WindowRun, WindowWatch
+from pipetrain.runtime.window_run import UNWATCHED, WindowRun, WindowWatch
 from pipetrain.signals import ORDER, Signals, Stopping, StopRequest
-from pipetrain.trainer.passes import Pass, WindowListener, WindowResult
 
 MAX_UNSYNCED_S = 0.5  # windows run for at most this long without a word, where nobody looks at losses
 AHEAD_S = 0.005  # rank 0 reads ahead for at most this long, as all ranks wait meanwhile
 MOST_AHEAD = 64  # windows that are read ahead, whose batches rank 0 has in memory
 NO_BATCH = "the loader has no batch: give one that has, and that can be read again"
+
+
+Kind = Literal["training", "evaluation", "prediction"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A pass over batches, in windows of `window` batches; None: of all that are left.
+
+    `what`: its name in messages; `title`: in the progress, of `shown` steps, or else of a window's. `begun`:
+    the batches of its epoch before it, from whose first one windows are counted, each having its place; None:
+    each is as long as it may be. `most`: its batches, where its loader goes on. `updates`: of all passes, if
+    that is known. `reads_ahead`: whether a window is read before somebody has seen the losses of the one
+    before; then somebody looks every `look_every` updates, or at its end alone. `epoch`: from 0. `sample_s`:
+    the seconds that a sample took in the last epoch, if known.
+    """
+
+    kind: Kind
+    what: str
+    batches: Batches
+    window: int | None
+    begun: int | None = None
+    most: int | None = None
+    shown: int | None = None
+    updates: int | None = None
+    reads_ahead: bool = False
+    look_every: int | None = None
+    title: str = ""
+    epoch: int = 0
+    sample_s: float | None = None
+
+    @property
+    def trains(self) -> bool:
+        return self.kind == "training"
+
+
+@dataclass(frozen=True, slots=True)
+class WindowResult:
+    """What ran of a pass between two exchanges of the ranks, on every rank alike but for what was measured.
+
+    `losses`, `rates`: of each update. `request`: what signals asked for. `over`: whether nothing is left of
+    the pass, if that is known.
+    """
+
+    of: Pass
+    windows: Sequence[WindowRun]
+    losses: list[float]
+    rates: list[float]
+    request: StopRequest
+    over: bool
+
+    @property
+    def sizes(self) -> list[Size]:
+        """The size of each batch that ran."""
+        return [size for window in self.windows for size in window.sizes]
+
+    @property
+    def early(self) -> bool:
+        """Whether the last window ended early."""
+        return self.windows[-1].early
+
+
+class Listener:
+    """What is called as windows and epochs go on. All ranks have the same, as some call collectives."""
+
+    def before_window(self, of: Pass, sizes: Sequence[Size]) -> WindowWatch:
+        """Return what is to be looked at in a window of batches of these sizes."""
+        return UNWATCHED
+
+    def after_windows(self, done: WindowResult) -> None:
+        """Act after windows that have run; the run has counted their batches."""
+
+    def after_epoch(self, ranks: RankRecords) -> None:
+        """Act after an epoch, the last one of the run's history, made of these records."""
+
+    def close(self) -> None:
+        """End with the run: after its last epoch, or when a signal has stopped it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +190,7 @@ class Windows:
         session: Session,
         guard: CollectiveGuard,
         requests: Signals | Stopping | None = None,
-        listeners: Sequence[WindowListener] = (),
+        listeners: Sequence[Listener] = (),
         max_unsynced_s: float = MAX_UNSYNCED_S,
     ) -> None:
         self._session, self._guard, self._groups = session, guard, guard.groups
@@ -128,7 +207,12 @@ class Windows:
         cursor = _Cursor(of, self._session)
         began = time.perf_counter()  # of reading these windows
         word = self._exchange(cursor)
-        while windows := self._following(word):
+        while True:
+            raise_failure(word.error, word.failure, 0)
+            if word.windows is None:
+                raise of_all(ConfigError(NO_BATCH), self._groups.world.rank)
+            if not (windows := word.windows):
+                return
             ran: list[WindowRun] = []
             for sizes in windows:
                 if (ran and ran[-1].early) or self._too_small(of, sizes):
@@ -157,12 +241,6 @@ class Windows:
 
     def _too_small(self, of: Pass, window: list[Size]) -> str:
         return too_small(window, self._session.plan.settings.microbatches) if of.trains else ""
-
-    def _following(self, word: WindowWord) -> list[list[Size]]:
-        raise_failure(word.error, word.failure, 0)
-        if word.windows is None:
-            raise of_all(ConfigError(NO_BATCH), self._groups.world.rank)
-        return word.windows
 
     def _exchange(self, cursor: _Cursor, reads: bool = True, reports: bool = False) -> WindowWord:
         """Exchange a word; rank 0 `reads` which batches come next. `reports`: also losses and signals."""

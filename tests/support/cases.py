@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import repeat
 from pathlib import Path
@@ -24,10 +24,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from pipetrain.checkpoint.epoch_record import EpochRecord, Stats
-from pipetrain.checkpoint.files import read_whole
+from pipetrain.checkpoint.files import Manifest, Position, read_whole
 from pipetrain.checkpoint.resume import Source, tensors_of
-from pipetrain.checkpoint.window_stop import EarlyEnd
-from pipetrain.checkpoint.writer import Keeper, Writer
+from pipetrain.checkpoint.writer import Writer
 from pipetrain.commands.cli import as_hydra, values_of
 from pipetrain.config.build import make_schedule
 from pipetrain.config.choices import conf_dir
@@ -40,8 +39,10 @@ from pipetrain.runtime.stage.stage import Stage
 from pipetrain.schedule.actions import Op, Program, Tie, ranks_of
 from pipetrain.signals import Signals, StopRequest
 from pipetrain.tasks import IGNORED
+from pipetrain.trainer.listeners import Checkpoints
+from pipetrain.trainer.window_stop import WindowStop
 from tests.support import DEADLINE_S, reference
-from tests.support.runs import Run, prepare, rank_run
+from tests.support.runs import RankRun, Run, prepare, rank_run
 from tests.support.thread_ranks import LocalChannel, Wire, in_threads
 
 GROUPS = {path.name for path in conf_dir().iterdir() if path.is_dir()}
@@ -305,7 +306,7 @@ class FixedSignals(Signals):
         return self.will_ask if self.windows_left == 0 else ""
 
 
-class FixedEnd(EarlyEnd):
+class FixedEnd(WindowStop):
     """Ends a window early. `ends`: its number, evaluations counted, and after how many batches."""
 
     def __init__(self, signals: FixedSignals, ends: tuple[int, int]) -> None:
@@ -332,24 +333,18 @@ class Saved:
     ends: tuple[int, int] = (0, 0)
     config: dict[str, Any] = field(default_factory=dict)
 
-    def keepers(self, ranks: int, terms: dict[str, Any] | None = None, seen: int = 0) -> list[Keeper]:
-        """One a rank. `seen`: the update from which it goes on."""
-        saving = SavingRanks.of(ranks)
-        signals = [FixedSignals(self.at, self.request) for _ in range(ranks)]
-        return [
-            Keeper(
-                Writer(self.folder, saving[rank], self.keep),  # type: ignore[arg-type]
-                signals[rank],
-                FixedEnd(signals[rank], self.ends),
-                self.every,
-                self.unit,
-                run="a run",
-                conditions=terms or {},
-                config=self.config,
-                seen=seen,
-            )
-            for rank in range(ranks)
-        ]
+    def listeners(self, runs: Sequence[RankRun], terms: dict[str, Any], seen: int) -> list[RankRun]:
+        """The runs of all ranks, each of which saves. `seen`: the update from which they go on."""
+        saving = SavingRanks.of(len(runs))
+        saved = []
+        for rank, run in enumerate(runs):
+            signals = FixedSignals(self.at, self.request)
+            writer: Any = Writer(self.folder, saving[rank], self.keep)  # type: ignore[arg-type]
+            manifest = Manifest("a run", Position(), terms, run.session.plan.pipeline, self.config)
+            every = self.every, self.unit, seen
+            saves = Checkpoints(run.state, writer, signals, manifest, *every)
+            saved.append(replace(run, stop=FixedEnd(signals, self.ends), checkpoints=saves))
+        return saved
 
 
 def run_in_threads(
@@ -368,16 +363,16 @@ def run_in_threads(
     run = runs[0] if runs else make_run(case)
     runs = runs or [run] * case.ranks
     seen, terms = manifest.position.update if manifest else 0, tensors_of(run.take_network().model)
-    keepers = saved.keepers(case.ranks, terms, seen) if saved else [None] * case.ranks
     wire, barrier, board = Wire(run.plan.placement), Barrier(case.ranks), [None] * case.ranks
     listener, state = listener or Listener(), {}
 
     all_links = [LocalLinks(World(rank, case.ranks), wire, barrier, board) for rank in range(case.ranks)]
     # Here, one after the other: a model's weights come from the process's one random generator.
     trainers = [
-        rank_run(runs[groups.world.rank], groups, None if groups.world.rank else listener, keeper)  # type: ignore[arg-type]
-        for groups, keeper in zip(all_links, keepers, strict=True)
+        rank_run(runs[groups.world.rank], groups, None if groups.world.rank else listener)  # type: ignore[arg-type]
+        for groups in all_links
     ]
+    trainers = saved.listeners(trainers, terms, seen) if saved else trainers
     for trainer in trainers if manifest else ():
         trainer.state.restore(Source(source, manifest))  # type: ignore[arg-type]
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipetrain.checkpoint.writer import Keeper
 from pipetrain.config.build import make_optimizer, make_schedule, make_task, model_of
 from pipetrain.config.rate import LearningRate
 from pipetrain.config.settings import Settings
@@ -38,7 +37,8 @@ from pipetrain.runtime.stage.stage_factory import make_stages
 from pipetrain.tasks import Task
 from pipetrain.trainer import run as trainer
 from pipetrain.trainer.fit import run_epochs
-from pipetrain.trainer.listeners import listeners_of
+from pipetrain.trainer.listeners import Checkpoints, listeners_of
+from pipetrain.trainer.window_stop import WindowStop
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,8 @@ class RankRun:
 
     state: trainer.Run
     recorder: Recorder | None
+    stop: WindowStop | None = None
+    checkpoints: Checkpoints | None = None
 
     @property
     def session(self) -> Session:
@@ -82,13 +84,14 @@ class RankRun:
 
     def run(self) -> bool:
         """Train and evaluate all epochs, as fit does; return False if stopped."""
-        self.state.begin(listeners_of(self.state, self.recorder), max_unsynced_s=0.0)
+        saves = self.checkpoints
+        listeners = listeners_of(self.state, self.recorder, None, self.stop, saves)
+        looks = (saves.signals, saves.look_every) if saves else (None, None)
+        self.state.begin(listeners, *looks, max_unsynced_s=0.0)
         return run_epochs(self.state)
 
 
-def rank_run(
-    run: Run, groups: ProcessGroups, recorder: Recorder | None = None, keeper: Keeper | None = None
-) -> RankRun:
+def rank_run(run: Run, groups: ProcessGroups, recorder: Recorder | None = None) -> RankRun:
     """Return a run on one rank."""
     settings, data = run.settings, run.data
     # The whole model is built, as its initial weights depend on the order of layers, and then dropped.
@@ -104,7 +107,7 @@ def rank_run(
     test = Sampled(data.test if data else None, run.evaluation_sizes, None, *own)
     batches: Any = PassesByNumber(train, test, run.task, groups, run.plan)
     guard = CollectiveGuard(groups, lambda: None)
-    return RankRun(trainer.Run(session, guard, run.about, batches, keeper), recorder)
+    return RankRun(trainer.Run(session, guard, run.about, batches), recorder)
 
 
 @dataclass(frozen=True)
@@ -133,9 +136,7 @@ def network_for(cfg: Mapping[str, Any], settings: Settings, example: ValueSpec) 
     if not isinstance(made, nn.Module):
         made, values = factory.build(made, settings.seed)
     require_module(made, "the model must be", settings.dtype)
-    network = network_of(made, example.cast(settings.dtype), settings.precision == "bf16")
-    network.values = values
-    return network
+    return network_of(made, example.cast(settings.dtype), settings.precision == "bf16").with_values(values)
 
 
 def prepare(cfg: Mapping[str, Any], schedule: str, ranks: int, data: Data) -> Run:

@@ -25,7 +25,7 @@ from pipetrain.models import gpt
 from pipetrain.runtime.stage.stage_factory import make_stages
 from pipetrain.schedule.actions import format_program
 from pipetrain.schedule.programs import one_f_one_b
-from pipetrain.trainer import agreement, pipeline
+from pipetrain.trainer import pipeline, training
 from tests.support.memory_counter import Live
 from tests.support.model_zoo import accuracy, mlp, scaled, ways
 from tests.support.parity import MOMENTUM as momentum
@@ -69,7 +69,7 @@ def test_on_a_gpu_messages_of_a_schedule_without_a_fixed_order_go_through_host_m
     def groups(*given: Any) -> None:
         raise Seen(given[-1])
 
-    monkeypatch.setattr(agreement, "ProcessGroups", groups)
+    monkeypatch.setattr(training, "ProcessGroups", groups)
     with pytest.raises(Seen, match=str(staged)):
         pipe_of(schedule=schedule)
 

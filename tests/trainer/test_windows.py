@@ -20,8 +20,7 @@ from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.comm.transfer_watch import Deadline
 from pipetrain.runtime.window_run import WindowRun, WindowWatch
 from pipetrain.trainer import windows as module
-from pipetrain.trainer.passes import Pass, WindowResult
-from pipetrain.trainer.windows import Windows
+from pipetrain.trainer.windows import Pass, WindowResult, Windows
 from tests.support.cases import LocalLinks
 from tests.support.thread_ranks import Wire, in_threads
 

@@ -23,8 +23,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from pipetrain import Pipeline, fit
-from pipetrain.checkpoint import window_stop as early
 from pipetrain.records.recorder import Recorder
+from pipetrain.trainer import window_stop as early
 from pipetrain.trainer.run import Run
 from tests.support.process_ranks import Ranks
 from tests.support.processes import checkpoints

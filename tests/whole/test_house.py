@@ -46,10 +46,8 @@ SEEN_IN = {
     "schedule/timeline": "schedule/test_simulate",
     "schedule/waits": "schedule/test_simulate",
     "signals": "whole/test_stops",
-    "trainer/agreement": "users/test_ranks_that_differ",
     "trainer/epoch_data": "users/test_fitting",
     "trainer/listeners": "trainer/test_run",
-    "trainer/passes": "trainer/test_windows",
     "trainer/planning": "trainer/test_pipeline",
     "trainer/training": "trainer/test_pipeline",
 }

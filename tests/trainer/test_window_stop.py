@@ -9,9 +9,9 @@ from time import sleep
 import pytest
 import torch.distributed as dist
 
-from pipetrain.checkpoint import window_stop as module
-from pipetrain.checkpoint.window_stop import EarlyEnd
 from pipetrain.signals import Signals
+from pipetrain.trainer import window_stop as module
+from pipetrain.trainer.window_stop import WindowStop
 
 STOP = signal.SIGTERM
 
@@ -34,11 +34,11 @@ def clock(monkeypatch) -> Time:
     return clock
 
 
-def ranks_of(store: dist.Store, ranks: int) -> list[tuple[Signals, EarlyEnd]]:
+def ranks_of(store: dist.Store, ranks: int) -> list[tuple[Signals, WindowStop]]:
     heard = [Signals(rank, str) for rank in range(ranks)]
     for signals in heard:
         signals.updated = True
-    return [(signals, EarlyEnd(signals, store, leads=not rank)) for rank, signals in enumerate(heard)]
+    return [(signals, WindowStop(signals, store, leads=not rank)) for rank, signals in enumerate(heard)]
 
 
 def test_alone_it_acts_at_once_and_the_old_handlers_come_back():

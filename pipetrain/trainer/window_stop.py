@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import Thread
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from pipetrain.model.specs import Size
+from pipetrain.runtime.window_run import WindowWatch
 from pipetrain.signals import ORDER, STOPPING, STOPS, Signals, say
+from pipetrain.trainer.windows import Listener, Pass
 
 LOOK_S = 0.5  # between two checks within a window
 ASKED = "a stop is asked for"  # a key of the store
@@ -28,8 +31,11 @@ MOST_LEFT_S = 10.0  # a window with less time left runs to its end before a stop
 
 
 @dataclass(slots=True)
-class EarlyEnd:
-    """Decides where windows end early, on all ranks. `leads`: whether this rank has the first stage."""
+class WindowStop(Listener):
+    """Decides where windows end early, on all ranks. `leads`: whether this rank has the first stage.
+
+    It lets signals know of updates, which are then to be saved, before others show them.
+    """
 
     signals: Signals
     store: Store
@@ -67,6 +73,10 @@ class EarlyEnd:
             self.signals.request = max(self.signals.request, "stop", key=ORDER.index)
             if self.leads:
                 say(f"{LOST}: {STOPPING}")
+
+    def before_window(self, of: Pass, sizes: Sequence[Size]) -> WindowWatch:
+        self.begin_window(len(sizes), of.sample_s and of.sample_s * max(sizes).samples)
+        return WindowWatch(progress=(self.signals.note_update,), stop_check=self.ends_window)
 
     def begin_window(self, batches: int, batch_s: float | None = None) -> None:
         """Start a window of `batches` batches of about `batch_s` seconds; the same numbers on all ranks."""
