@@ -58,7 +58,7 @@ def state_of(stage: Stage) -> dict[str, Tensor]:
     average of the weights, `attribute/STAGE/PATH/NUMBER` for attributes. What several stages share is in the
     state of the first one.
     """
-    tensors = {MODEL + name: numbers_of(tensor.detach()) for name, tensor in stage.named()}
+    tensors = {MODEL + name: numbers_of(tensor.detach()) for name, tensor in stage.tensors_by_name()}
     tensors |= {OPTIMIZER + path: tensor for path, tensor in stage.weights.optimizer_state().items()}
     tensors |= {EMA + name: numbers_of(tensor) for name, tensor in stage.store.average().items()}
     for path, tree in stage.attributes.changed().items():
@@ -102,7 +102,7 @@ def _attributes(tensors: NamedTensors, stage: int | None) -> dict[str, list[list
 @torch.no_grad()
 def _load(stage: Stage, tensors: NamedTensors, updates: int) -> None:
     """Restore a stage from `state_of`, of this stage or of others that held these layers."""
-    for name, tensor in stage.named():
+    for name, tensor in stage.tensors_by_name():
         numbers_of(tensor.data).copy_(tensors[MODEL + name])
     parameters = stage.store.names
     paths = [path for path in names_of(tensors, OPTIMIZER) if path.rpartition("/")[0] in parameters]
@@ -165,14 +165,14 @@ def parts_of(session: Session, keys: Mapping[str, str]) -> dict[str, StatefulPar
     stages = session.stages.values()
 
     def model() -> dict[str, Tensor]:
-        by_name = {name: tensor.detach() for stage in stages for name, tensor in stage.named()}
+        by_name = {name: tensor.detach() for stage in stages for name, tensor in stage.tensors_by_name()}
         return {key: by_name[name] for key, name in keys.items() if name in by_name}
 
     @torch.no_grad()
     def load_model(tensors: Mapping[str, Tensor]) -> None:
         loaded = {keys[key]: tensor for key, tensor in tensors.items()}
         for stage in stages:
-            for name, tensor in stage.named():  # stages that share a weight have one copy each
+            for name, tensor in stage.tensors_by_name():  # stages that share a weight have one copy each
                 tensor.data.copy_(loaded.get(name, tensor))
             stage.weights.load_average({})
 

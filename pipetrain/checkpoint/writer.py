@@ -51,7 +51,7 @@ class Writer:
 
     def __init__(self, run_dir: Path, ranks: Ranks, keep: int | None) -> None:
         self._folder = run_dir / CHECKPOINTS
-        self._ranks, self._aside = ranks, ranks.aside()
+        self._ranks, self._aside = ranks, ranks.for_thread()
         self._rank = ranks.world.rank
         self._keep = keep
         self._thread = ThreadPoolExecutor(1, "pipetrain-save")
@@ -85,7 +85,7 @@ class Writer:
 
     def _finish(self) -> None:
         """Wait until no rank is writing. The ranks compare every TURN_S, so a dead one is noticed."""
-        while self._ranks.most("the end of a save", len(wait(self._writing, TURN_S).not_done)):
+        while self._ranks.maximum("the end of a save", len(wait(self._writing, TURN_S).not_done)):
             pass
         for writing in self._writing:
             if isinstance(lost := writing.exception(), ChannelError):

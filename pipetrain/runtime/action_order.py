@@ -51,7 +51,7 @@ class Order:
 
     waiting: Wait | None = None
     """What is waited for between two actions."""
-    _watches = False  # whether it looks at what has arrived
+    _watched = False  # whether it looks at what has arrived
 
     def __init__(
         self,
@@ -76,9 +76,9 @@ class Order:
     def short(self) -> Order:
         """Return an order of few batches that has each kind of action of this one; before it is used."""
         batches = min(SHORT, self.batches)
-        return self._like(shortened(self._list, batches, self.microbatches), batches)
+        return self._with_actions(shortened(self._list, batches, self.microbatches), batches)
 
-    def _like(self, actions: Sequence[Action], batches: int) -> Order:
+    def _with_actions(self, actions: Sequence[Action], batches: int) -> Order:
         return Order(actions, self.home, batches, self.microbatches)
 
     def forwards(self, stages: Collection[int]) -> list[tuple[int, int]]:
@@ -90,7 +90,7 @@ class Order:
     def begin(self, mail: Mailbox, feed: Feed) -> None:
         """Begin the window, with all its receives, in order on each edge."""
         receives = [action for action in self._list if action.op in RECEIVES]
-        mail.begin(feed, receives, self.home, watched=self._watches)
+        mail.begin(feed, receives, self.home, watched=self._watched)
 
     def needed(self, stage: int, read: Read) -> bool:
         """Return whether an action after the current one reads these weights of a stage."""
@@ -113,26 +113,30 @@ class Order:
             self._position += 1
             while self._stop_points and self._stop_points[0][0] <= self._position < len(self._list):
                 begun = 1 + self._position * self.batches // len(self._list)  # about
-                self._look(self._stop_points.popleft()[1], begun, mail)
+                self._check_stop(self._stop_points.popleft()[1], begun, mail)
             while self._posted < len(self._posts) and self._posts[self._posted][0] <= self._position:
                 mail.post(self._posts[self._posted][1])
                 self._posted += 1
             if self._position < len(self._list):  # else the window has just ended
                 yield self._list[self._position]
 
-    def _look(self, batches: int, begun: int, mail: Mailbox) -> None:
+    def _check_stop(self, batches: int, begun: int, mail: Mailbox) -> None:
         if self._stop_check is not None and batches < self.batches and self._stop_check(batches, begun):
             self.batches = batches
-            kept = shortened(self._list, batches, self.microbatches)
-            stays = set(kept)
-            left = [0, *accumulate(action in stays for action in self._list)]
+            remaining = shortened(self._list, batches, self.microbatches)
+            remaining_set = set(remaining)
+            new_positions = [0, *accumulate(action in remaining_set for action in self._list)]
             self._posts = [
-                (left[at], one)
-                for at, one in self._posts
-                if (one.version <= batches if isinstance(one, Sum) else one.mb < batches * self.microbatches)
+                (new_positions[position], post)
+                for position, post in self._posts
+                if (
+                    post.version <= batches
+                    if isinstance(post, Sum)
+                    else post.mb < batches * self.microbatches
+                )
             ]
-            self._list, self._last_uses = kept, last_uses(kept)
-            mail.forget(batches * self.microbatches)
+            self._list, self._last_uses = remaining, last_uses(remaining)
+            mail.truncate(batches * self.microbatches)
 
 
 class DecidedOrder(Order):
@@ -142,7 +146,7 @@ class DecidedOrder(Order):
     open. `stages`, `routes`: of the whole pipeline; at most `ahead` receives are posted ahead on an edge.
     """
 
-    _watches = True
+    _watched = True
 
     def __init__(
         self,
@@ -160,34 +164,34 @@ class DecidedOrder(Order):
         self._policy, self._stages, self._routes, self._ahead = policy, stages, routes, ahead
         self._reads: dict[int, int] = {}  # open microbatch -> weight version
 
-    def _like(self, actions: Sequence[Action], batches: int) -> Order:
-        how = self._policy, self._stages, self._routes, self._ahead
-        return DecidedOrder(actions, self.home, batches, self.microbatches, None, *how)
+    def _with_actions(self, actions: Sequence[Action], batches: int) -> Order:
+        of_pipeline = self._policy, self._stages, self._routes, self._ahead
+        return DecidedOrder(actions, self.home, batches, self.microbatches, None, *of_pipeline)
 
     def needed(self, stage: int, read: Read) -> bool:
         return read in self._reads.values()
 
-    def actions(self, mail: Mailbox, waits: Callable[[], None]) -> Iterator[Action]:
-        size = self._list[0].stage, self._stages, lambda: self.batches, self.microbatches
-        for action in self._policy.lowered(*size, mail, self._routes, bool(self._recomputed)):
+    def actions(self, mail: Mailbox, before_wait: Callable[[], None]) -> Iterator[Action]:
+        of_pipeline = self._list[0].stage, self._stages, lambda: self.batches, self.microbatches
+        for action in self._policy.lowered(*of_pipeline, mail, self._routes, bool(self._recomputed)):
             if isinstance(action, Wait):
-                waits()
+                before_wait()
                 self.waiting = action
                 mail.wait(action.receives, action.sends)
                 self.waiting = None
                 continue
             if action.op is Op.F:
-                self._look_at(action.mb, mail)
+                self._check_stop_before(action.mb, mail)
                 self._reads[action.mb] = action.version
             elif action.op in (Op.B, Op.W):
                 del self._reads[action.mb]
             yield action
 
-    def _look_at(self, mb: int, mail: Mailbox) -> None:
+    def _check_stop_before(self, mb: int, mail: Mailbox) -> None:
         """Before a forward, look whether the window ends after batches that may have been begun."""
         batches, rest = divmod(mb + self._ahead + 1, self.microbatches)
         if not rest:
-            self._look(batches, mb // self.microbatches + 1, mail)
+            self._check_stop(batches, mb // self.microbatches + 1, mail)
 
 
 def order_of(
@@ -196,13 +200,13 @@ def order_of(
     """Return the actions of a rank in a window of `batches` batches, of training or else of evaluation."""
     window = plan.training(batches) if trains else plan.evaluation(batches)
     m, policy, points = plan.settings.microbatches if trains else 1, plan.draft.policy, StopPoints()
-    own = window.program[rank], window.home, batches, m, stop_check
+    common = window.program[rank], window.home, batches, m, stop_check
     if window.posts is None:
         assert policy is not None
         ahead = max(plan.cut.bounds.values(), default=0)
-        return DecidedOrder(*own, policy, plan.stages, plan.cut.edges, ahead)
+        return DecidedOrder(*common, policy, plan.stages, plan.cut.edges, ahead)
     if stop_check is not None and not plan.replicated:
         points = stop_points_in(window.program[rank], m, window.posts.ahead)
     elif stop_check is not None and trains:  # in an evaluation no rank is ahead of all others
         points = plan.stop_points(batches)[rank]
-    return Order(*own, points, window.posts.on(rank))
+    return Order(*common, points, window.posts.on(rank))

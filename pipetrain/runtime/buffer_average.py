@@ -22,8 +22,8 @@ class BufferAverager:
     """Levels the buffers of this rank's replicas. All ranks call it at the same places."""
 
     def __init__(self, stages: Mapping[int, Stage], groups: ProcessGroups) -> None:
-        several = {index: of for index, of in stages.items() if len(groups.placement[index]) > 1}
-        self.stages = {index: of for index, of in several.items() if any(_numbers(of))}
+        replicated = {index: stage for index, stage in stages.items() if len(groups.placement[index]) > 1}
+        self.stages = {index: stage for index, stage in replicated.items() if any(_numbers(stage))}
         self._groups = groups
         self._samples = dict.fromkeys(self.stages, 0)  # since they were equal
         self._counted: dict[int, list[Tensor]] = {}  # counters as they then were
@@ -49,11 +49,11 @@ class BufferAverager:
             self._samples[index] = 0
             # Without samples its part is 0: 0 times an infinity, as in a mask, is NaN.
             weighted = [t.double() * samples if samples else torch.zeros_like(t).double() for t in means]
-            counted = [(now - old).double() for now, old in zip(counters, before, strict=True)]
-            own = [(weighted + counted)[0].new_full((1,), samples), *weighted, *counted]
-            sums = self._groups.add_up((index,), torch.cat([t.flatten() for t in own]))
-            each = torch.split(sums, [t.numel() for t in own])
-            total, *parts = (part.view_as(t) for part, t in zip(each, own, strict=True))
+            counted = [(value - old).double() for value, old in zip(counters, before, strict=True)]
+            addends = [(weighted + counted)[0].new_full((1,), samples), *weighted, *counted]
+            sums = self._groups.sum_over_ranks((index,), torch.cat([t.flatten() for t in addends]))
+            parts_of_sums = torch.split(sums, [t.numel() for t in addends])
+            total, *parts = (part.view_as(t) for part, t in zip(parts_of_sums, addends, strict=True))
             for tensor, part in zip(means, parts, strict=False):
                 tensor.copy_(part / total)
             for tensor, old, part in zip(counters, before, parts[len(means) :], strict=True):
@@ -65,7 +65,7 @@ def _numbers(stage: Stage) -> tuple[list[Tensor], list[Tensor]]:
 
     Those that batchnorm=batch moves are equal anyway.
     """
-    by_batch = [of.buffers for of in stage.observers if isinstance(of, BatchStatistics)]
+    by_batch = [observer.buffers for observer in stage.observers if isinstance(observer, BatchStatistics)]
     buffers = [numbers_of(t) for t in stage.module.buffers() if id(t) not in set().union(*by_batch)]
     means = [t for t in buffers if t.is_floating_point()]
     return means, [t for t in buffers if not t.is_floating_point() and t.dtype is not torch.bool]

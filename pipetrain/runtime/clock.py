@@ -21,7 +21,7 @@ from pipetrain.schedule.timeline import Row, Span, StageStats, add_stats
 
 Mark = Any
 """A moment: seconds of the host's clock (float), or an event on the device's stream (torch.cuda.Event)."""
-UNREAD = 256  # windows whose times need not have been read
+MAX_UNREAD = 256  # windows whose times need not have been read
 
 
 class Clock:
@@ -31,7 +31,7 @@ class Clock:
         self.on_device = device.type == "cuda"
         """Whether moments are events of a device, not the host's."""
         self._anchor: Mark = None
-        self._anchored = 0.0
+        self._anchor_s = 0.0
         self._stream: Any = None  # None: the current one
 
     def begin(self) -> Mark:
@@ -41,7 +41,7 @@ class Clock:
         if self.on_device and self._anchor is None:
             self._anchor = self.mark()
             self._anchor.synchronize()
-            self._anchored = time.perf_counter()
+            self._anchor_s = time.perf_counter()
         return self.mark()
 
     def mark(self) -> Mark:
@@ -66,75 +66,75 @@ class Clock:
         last: Any = row.ended
         last.synchronize()
         began, ended = self._seconds(row.began), self._seconds(last)
-        done = began
+        passed = began
         spans: list[Span] = []
         for span in row.spans:
             mark: Mark = span.start
             if isinstance(mark, float):
-                start = max(span.start, done)
+                start = max(span.start, passed)
                 waited = max(0.0, span.start + span.waited - start)
                 spans.append(span._replace(start=start, end=max(span.end, start), waited=waited))
                 continue
-            start, done = self._seconds(span.start), self._seconds(span.end)
+            start, passed = self._seconds(span.start), self._seconds(span.end)
             message = span.action is not None and span.action.op in COMMUNICATION
-            spans.append(span._replace(start=start, end=done, waited=done - start if message else 0.0))
-        self._anchor, self._anchored = last, ended
+            spans.append(span._replace(start=start, end=passed, waited=passed - start if message else 0.0))
+        self._anchor, self._anchor_s = last, ended
         return Row(began, max([ended, *(span.end for span in spans)]), spans)
 
     def _seconds(self, event: Mark) -> float:
-        return float(self._anchored + self._anchor.elapsed_time(event) / 1000)
+        return float(self._anchor_s + self._anchor.elapsed_time(event) / 1000)
 
 
 class Stopwatch:
     """Measures the spans of one window of one rank: `start` before each action, `stop` after it.
 
     Messages for which the stream waits are marked on it, as computation is. An event that ends a span begins
-    the next one too. `coded` returns the seconds of encoding and decoding so far.
+    the next one too. `coding_s` returns the seconds of encoding and decoding so far.
     """
 
-    def __init__(self, clock: Clock, channel: Channel, coded: Callable[[], float] = lambda: 0.0) -> None:
-        self._clock, self._channel, self._coded = clock, channel, coded
+    def __init__(self, clock: Clock, channel: Channel, coding_s: Callable[[], float] = lambda: 0.0) -> None:
+        self._clock, self._channel, self._coding_s = clock, channel, coding_s
         self._began = clock.begin()
         self._spans: list[Span] = []
         self._action: Action | None = None
-        self._waits = False  # outside of actions
+        self._between_actions = False  # outside of actions
         self._end: Mark = self._began  # of the last span
         self._start: Mark = None
-        self._before: tuple[float, int, float] = (0.0, 0, 0.0)
+        self._counts_before: tuple[float, int, float] = (0.0, 0, 0.0)
         self._by_host = True
 
     def start(self, action: Action | None) -> None:
         """Begin an action, or with None a wait outside of actions, which lasts until the next start."""
-        if self._waits:
+        if self._between_actions:
             self.stop()
         channel = self._channel
-        self._action, self._waits = action, action is None
+        self._action, self._between_actions = action, action is None
         # The host's time counts for what the host does, and on a CPU for all.
         channel.deadline.begin()
         by_host = action is None or (not channel.ordered and action.op in COMMUNICATION)
         self._by_host = by_host or not self._clock.on_device
         shared = not self._by_host and not isinstance(self._end, float)
         self._start = self._end if shared else self._mark()
-        self._before = channel.waited, channel.carried, self._coded()
+        self._counts_before = channel.waited, channel.transferred_bytes, self._coding_s()
 
     def stop(self) -> None:
-        waited, carried, coded = self._before
+        waited, nbytes, coding_s = self._counts_before
         channel, self._end = self._channel, self._mark()
-        waited, carried = channel.waited - waited, channel.carried - carried
-        span = Span(self._action, self._start, self._end, waited, carried, self._coded() - coded)
+        waited, nbytes = channel.waited - waited, channel.transferred_bytes - nbytes
+        span = Span(self._action, self._start, self._end, waited, nbytes, self._coding_s() - coding_s)
         self._spans.append(span)
-        self._waits = False
+        self._between_actions = False
 
     def row(self) -> Row:
         """End the window and return its spans, to be resolved by the clock."""
-        if self._waits:
+        if self._between_actions:
             self.stop()
-        return Row(self._began, self._marked(), self._spans)
+        return Row(self._began, self._marked_on_device(), self._spans)
 
     def _mark(self) -> Mark:
-        return time.perf_counter() if self._by_host else self._marked()
+        return time.perf_counter() if self._by_host else self._marked_on_device()
 
-    def _marked(self) -> Mark:
+    def _marked_on_device(self) -> Mark:
         mark = self._clock.mark()
         self._channel.deadline.mark(mark)
         return mark
@@ -169,7 +169,7 @@ class Times:
             self.stats[index].skipped += stage.skipped
             stage.skipped = 0
         read = None
-        while self._unread and (wait or len(self._unread) > UNREAD):
+        while self._unread and (wait or len(self._unread) > MAX_UNREAD):
             row, microbatches = self._unread.popleft()
             read = self._clock.resolve(row)
             add_stats(self.stats, read, microbatches)

@@ -31,7 +31,7 @@ def gpu_of(device: torch.device) -> list[str]:
     return [str(torch.cuda.get_device_properties(device).uuid), os.environ.get("NCCL_HOSTID", "")]
 
 
-def obstacle(gpus: Sequence[Sequence[str]]) -> str:
+def nccl_obstacle(gpus: Sequence[Sequence[str]]) -> str:
     """Return why ranks with GPUs cannot talk over NCCL, "" if they can, from the `gpu_of` of each.
 
     NCCL refuses two ranks on one GPU, but where each has an NCCL_HOSTID of its own.

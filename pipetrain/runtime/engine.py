@@ -45,9 +45,9 @@ class _Window:
     def trains(self) -> bool:
         return self.first != EVALUATION
 
-    def ending(self, backward: Action) -> AbstractContextManager[None]:
+    def overlapping(self, backward: Action) -> AbstractContextManager[None]:
         """Return the context of a backward, in which the last one of a batch starts the gradient's sums."""
-        return self.sums.ending(backward) if self.order.ends_batch(backward) else nullcontext()
+        return self.sums.overlapping(backward) if self.order.ends_batch(backward) else nullcontext()
 
 
 class Engine:
@@ -154,11 +154,11 @@ class Engine:
     # The loop
 
     def _rehearse(self, order: Order, feed: Feed, microbatches: int, training: bool) -> None:
-        def play(alike: Feed, mail: Mailbox) -> bool:
-            predicts = not training and alike.first()[1] is None
+        def play(example: Feed, mail: Mailbox) -> bool:
+            predicts = not training and example.first()[1] is None
             outputs = list[Tensors]() if predicts else None
             first, sums = 0 if training else EVALUATION, Sums(self.stages, mail)
-            window = _Window(order.short(), alike, microbatches, first, mail, sums, outputs)
+            window = _Window(order.short(), example, microbatches, first, mail, sums, outputs)
             self._run(window)
             return bool(window.sums.norms)
 
@@ -173,28 +173,28 @@ class Engine:
         counted, first = Op.STEP if window.trains else Op.F, min(self.stages)
         for stage in self.stages.values() if window.trains else ():
             stage.begin_window(order.predicted(stage.index, 0))
-        watch = Stopwatch(self._clock, mail.channel, lambda: mail.coding.seconds)
+        stopwatch = Stopwatch(self._clock, mail.channel, lambda: mail.coding.seconds)
         action: Action | None = None
 
-        def waits() -> None:
-            window.feed.prepare()
-            watch.start(None)
+        def before_wait() -> None:
+            window.feed.prefetch()
+            stopwatch.start(None)
 
         try:
             order.begin(mail, window.feed)
-            for action in order.actions(mail, waits):
+            for action in order.actions(mail, before_wait):
                 op = action.op
                 if op in RECEIVES:
-                    window.feed.prepare()
+                    window.feed.prefetch()
                 elif op in WAITING:
-                    sums.wait(action, waits)
-                watch.start(action)
+                    sums.wait(action, before_wait)
+                stopwatch.start(action)
                 if meter or torch.autograd.profiler._is_profiler_enabled:
                     with record_function(str(action)), meter.during(action) if meter else nullcontext():
                         methods[op](action, window)
                 else:  # naming an action takes 10 us
                     methods[op](action, window)
-                watch.stop()
+                stopwatch.stop()
                 if meter:
                     meter.after(chain(mail.tensors(), sums.tensors()))
                 if op is counted and action.stage == first:
@@ -208,13 +208,13 @@ class Engine:
             raise ChannelError(f"{error}; {where}") from error
         except Exception as error:  # of a layer, or out of memory
             at = action.stage if action else first
-            what = f"rank {mail.rank}, stage {at}, action {action}"
-            raise ActionFailed(f"{what}: {type(error).__name__}: {error}", at) from error
+            place = f"rank {mail.rank}, stage {at}, action {action}"
+            raise ActionFailed(f"{place}: {type(error).__name__}: {error}", at) from error
         finally:
             mail.end()
-        watch.start(None)
+        stopwatch.start(None)
         mail.channel.drain()
-        return watch.row()
+        return stopwatch.row()
 
     # Actions
 
@@ -229,7 +229,7 @@ class Engine:
             else:
                 outputs = stage.predict(inputs, target)
         if stage.objective is None:
-            window.mail.hand_on(action.stage, mb, outputs)
+            window.mail.put_outputs(action.stage, mb, outputs)
         elif window.outputs is not None:
             window.outputs.append(tuple(tensor.detach().cpu() for tensor in outputs))
         opened, limit = stage.in_flight, self._limits[action.stage].activations
@@ -249,13 +249,13 @@ class Engine:
         stage = self.stages[action.stage]
         run = stage.backward if action.op is Op.B else stage.backward_input
         grads = window.mail.grads(action.stage, action.mb)
-        with window.ending(action):
+        with window.overlapping(action):
             back = run(action.mb, grads, action.read)
-        window.mail.hand_back(action.stage, action.mb, back)
+        window.mail.put_input_grads(action.stage, action.mb, back)
         self._release(action, window)
 
     def _backward_weight(self, action: Action, window: _Window) -> None:
-        with window.ending(action):
+        with window.overlapping(action):
             self.stages[action.stage].backward_weight(action.mb, action.read)
         self._release(action, window)
 

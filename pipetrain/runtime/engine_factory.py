@@ -36,9 +36,9 @@ def make_engine(
         return Mailbox(over, plan.cut, plan.placement, rank, Coding(plan.settings.codecs, channels_last))
 
     def loopback(training: bool) -> Mailbox:
-        how = plan.cut.bounds, plan.settings.timeout, groups.device, groups.staged, channels_last
+        options = plan.cut.bounds, plan.settings.timeout, groups.device, groups.staged, channels_last
         ties = dict.fromkeys([ALL, *plan.ties])
-        return mailbox(LoopbackChannel(dict.fromkeys(plan.links), *how, ties), training)
+        return mailbox(LoopbackChannel(dict.fromkeys(plan.links), *options, ties), training)
 
     uncaptured: list[str] = []  # why stages of this rank are
 
@@ -46,28 +46,34 @@ def make_engine(
         if norms and groups.world.size > 1:
             channel.all_reduce(ALL, torch.zeros(plan.stages, dtype=torch.float64))
             channel.reduced(ALL)
-        eager = [one for of_rank in groups.gather("the rehearsal", uncaptured) for one in of_rank]
+        uncaptured_reasons = [
+            reason for reasons in groups.gather("the rehearsal", uncaptured) for reason in reasons
+        ]
         uncaptured.clear()
-        if eager and not groups.world.rank:
-            log.info("pipetrain: not all passes are CUDA graphs (cuda_graphs=auto): %s", eager[0])
+        if uncaptured_reasons and not groups.world.rank:
+            log.info(
+                "pipetrain: not all passes are CUDA graphs (cuda_graphs=auto): %s", uncaptured_reasons[0]
+            )
 
     def capture() -> None:
-        chosen, room = plan.settings.cuda_graphs, gpu_bytes(groups.device.type, groups.sharing)
-        held = peaks_by_rank(plan.memory())[rank] if chosen and room else 0
-        for index, stage in stages.items() if chosen else ():
-            why, graphs = plan.not_captured(index), plan.graph_bytes(index)
+        requested, room = plan.settings.cuda_graphs, gpu_bytes(groups.device.type, groups.ranks_on_gpu)
+        planned_bytes = peaks_by_rank(plan.memory())[rank] if requested and room else 0
+        for index, stage in stages.items() if requested else ():
+            reason, graphs = plan.not_captured(index), plan.graph_bytes(index)
             if isinstance(stage, GraphedStage):
-                why = no_room_sentence(graphs, held, room) if room and chosen is not True else ""
-                why = stage.capture(bounds[index].activations, bounds[index].versions, why)
-                if why and chosen is True:
+                reason = (
+                    no_room_sentence(graphs, planned_bytes, room) if room and requested is not True else ""
+                )
+                reason = stage.capture(bounds[index].activations, bounds[index].versions, reason)
+                if reason and requested is True:
                     raise ConfigError(
-                        f"cuda_graphs: the passes of stage {index} cannot be captured: {why}; leave "
+                        f"cuda_graphs: the passes of stage {index} cannot be captured: {reason}; leave "
                         f"cuda_graphs out"
                     )
-            if why:
-                uncaptured.append(why)
+            if reason:
+                uncaptured.append(reason)
             else:
-                held += graphs
+                planned_bytes += graphs
 
     return Engine(
         stages,

@@ -60,11 +60,11 @@ class ReadingFeed(WindowFeed):
         super().__init__(part)
         self._groups, self._reader = groups, reader
         self._batches_read = 0
-        self._own_inputs: dict[int, Value] = {}  # by microbatch
-        self._own_targets: dict[int, tuple[Value, list[float] | None]] = {}  # by batch, with all weights
+        self._local_inputs: dict[int, Value] = {}  # by microbatch
+        self._local_targets: dict[int, tuple[Value, list[float] | None]] = {}  # by batch, with all weights
         self._sent: deque[Callable[[], Tensor]] = deque()  # each waits until a tensor is taken
 
-    def deal(self, mb: int) -> None:
+    def send_up_to(self, mb: int) -> None:
         while self._batches_read <= mb // self._part.microbatches:
             self._read_batch()
 
@@ -75,37 +75,37 @@ class ReadingFeed(WindowFeed):
             wait()
 
     def _read_inputs(self, mb: int) -> Value:
-        self.deal(mb)
-        return self._own_inputs.pop(mb)
+        self.send_up_to(mb)
+        return self._local_inputs.pop(mb)
 
     def _read_targets(self, batch: int) -> tuple[Value, list[float] | None]:
-        self.deal(self._part.of_batch(batch).start)
-        return self._own_targets.pop(batch)
+        self.send_up_to(self._part.microbatches_of(batch).start)
+        return self._local_targets.pop(batch)
 
     def _read_batch(self) -> None:
         part, batch = self._part, self._batches_read
-        mbs = part.of_batch(batch)
+        mbs = part.microbatches_of(batch)
         sizes = [self.size(mb) for mb in mbs]
         self._batches_read += 1
         inputs, targets = self._reader.take(part.sizes[batch])
         for mb, value in zip(mbs, split(inputs, sizes), strict=True):
             if part.first[mb] == part.rank:
-                self._own_inputs[mb] = value
+                self._local_inputs[mb] = value
             else:
                 self._send("inputs", value, part.first[mb], INPUTS)
         if part.last is None:
             return
-        taken: dict[int, list[int]] = {}  # by rank, the numbers in the batch of the microbatches
+        numbers_by_rank: dict[int, list[int]] = {}  # by rank, the numbers in the batch of the microbatches
         for number, mb in enumerate(mbs):
-            taken.setdefault(part.last[mb], []).append(number)
+            numbers_by_rank.setdefault(part.last[mb], []).append(number)
         values, weights = [targets], None
-        if len(taken) > 1:
+        if len(numbers_by_rank) > 1:
             values = split(targets, sizes)
             weights = [counted_for(part.weight, value) for value in values]
-        for rank, numbers in taken.items():
+        for rank, numbers in numbers_by_rank.items():
             value = targets if weights is None else join([values[number] for number in numbers])
             if rank == part.rank:
-                self._own_targets[batch] = value, weights
+                self._local_targets[batch] = value, weights
                 continue
             self._send("targets", value, rank, TARGETS)
             if weights is not None:
@@ -150,10 +150,10 @@ class ReceivingFeed(WindowFeed):
 
     def _post_targets(self, batch: int) -> list[Callable[[], Tensor]]:
         """Post the receives of a batch's targets and, if they are a part, what its microbatches count for."""
-        taken, microbatches = self._part.targets(batch), self._part.microbatches
-        size = Size.joined(self.size(mb) for mb in taken)
+        local_mbs, microbatches = self._part.targets(batch), self._part.microbatches
+        size = Size.joined(self.size(mb) for mb in local_mbs)
         posted = self._post("targets", self._form.targets.of(size).specs, TARGETS)
-        if len(taken) < microbatches:
+        if len(local_mbs) < microbatches:
             posted += self._post("weights", [TensorSpec((microbatches,), torch.float64)], TARGETS)
         return posted
 

@@ -28,7 +28,7 @@ from pipetrain.runtime.microbatch_feed import Feed
 from pipetrain.schedule.actions import Action, Edge, Op, Placement
 from pipetrain.schedule.posting_order import Sum
 
-_Way = tuple[Edge, Sequence[ValueId]]  # and what travels on it
+_EdgeValues = tuple[Edge, Sequence[ValueId]]  # and what travels on it
 Slot = tuple[Edge, int, tuple[int, ...]]
 """The key of a residual: the edge, the tensor's number in the message, and its shape."""
 
@@ -112,7 +112,7 @@ class Mailbox:
         self.channel = channel
         self.placement, self.rank = placement, rank
         self.cut = cut
-        self._home: Any = None  # of the window
+        self._rank_of: Any = None  # of the window
         self.coding = coding or Coding(Codecs())
         self._messages: dict[tuple[Edge, int, Size], Message] = {}
         # By stage the edges, and the values on each, of what it hands on and back, and of what it gets.
@@ -127,19 +127,19 @@ class Mailbox:
         """The bytes that each stage has sent in the window, before encoding."""
 
     def begin(
-        self, feed: Feed, receives: Iterable[Action], home: Callable[[int, int], int], watched: bool
+        self, feed: Feed, receives: Iterable[Action], rank_of: Callable[[int, int], int], watched: bool
     ) -> None:
         """Begin a window with all its receives, in order on each edge; `watched`: see Channel.expect.
 
-        `home`: returns the rank that runs a (stage, microbatch).
+        `rank_of`: returns the rank that runs a (stage, microbatch).
         """
-        self._feed, self._home, self.raw_bytes = feed, home, Counter()
+        self._feed, self._rank_of, self.raw_bytes = feed, rank_of, Counter()
         self.channel.expect([self._message(action) for action in receives], watched)
 
-    def forget(self, mb: int) -> None:
+    def truncate(self, mb: int) -> None:
         """End the window before microbatch `mb`: of it and later ones nothing is received or read."""
-        self.channel.forget(mb)
-        self._feed.forget(mb)
+        self.channel.truncate(mb)
+        self._feed.truncate(mb)
 
     def end(self) -> None:
         """Drop all tensors of the window: what a feed has sent keeps connections open."""
@@ -157,10 +157,10 @@ class Mailbox:
     def grads(self, stage: int, mb: int) -> Tensors:
         return self._take(mb, self._coming_back[stage])
 
-    def hand_on(self, stage: int, mb: int, outputs: Tensors) -> None:
+    def put_outputs(self, stage: int, mb: int, outputs: Tensors) -> None:
         self._put(mb, self._leaving[stage], outputs)
 
-    def hand_back(self, stage: int, mb: int, grads: Tensors) -> None:
+    def put_input_grads(self, stage: int, mb: int, grads: Tensors) -> None:
         self._put(mb, self._returning[stage], grads)
 
     def send(self, action: Action) -> None:
@@ -175,14 +175,14 @@ class Mailbox:
         self.channel.send(message, self.coding.encode(message, tensors))
         self.raw_bytes[action.stage] += message.plain_bytes
 
-    def post(self, one: Action | Sum) -> None:
+    def post(self, posted: Action | Sum) -> None:
         """Post a receive, start sums over ranks, or send the inputs of another rank's forward."""
-        if isinstance(one, Sum):
-            self.channel.begin(one.tie, one.early)
-        elif one.op is Op.F:
-            self._feed.deal(one.mb)
+        if isinstance(posted, Sum):
+            self.channel.begin(posted.tie, posted.early)
+        elif posted.op is Op.F:
+            self._feed.send_up_to(posted.mb)
         else:
-            self.channel.post(self._message(one))
+            self.channel.post(self._message(posted))
 
     def recv(self, action: Action) -> None:
         message = self._message(action)
@@ -206,19 +206,22 @@ class Mailbox:
         """Wait until one of these receives has arrived, or there is room for one of these sends."""
         self.channel.wait([*map(self._message, receives)], [*map(self._message, sends)])
 
-    def _take(self, mb: int, ways: Sequence[_Way]) -> Tensors:
-        return merge([(values, self._arrived.pop((edge, mb))) for edge, values in ways])
+    def _take(self, mb: int, edges: Sequence[_EdgeValues]) -> Tensors:
+        return merge([(values, self._arrived.pop((edge, mb))) for edge, values in edges])
 
-    def _put(self, mb: int, ways: Sequence[_Way], tensors: Tensors) -> None:
-        for (edge, _), part in zip(ways, divide(tensors, [values for _, values in ways]), strict=True):
-            here = self._home(edge[1], mb) == self.rank
-            (self._arrived if here else self._to_send)[edge, mb] = part
+    def _put(self, mb: int, edges: Sequence[_EdgeValues], tensors: Tensors) -> None:
+        for (edge, _), part in zip(edges, divide(tensors, [values for _, values in edges]), strict=True):
+            local = self._rank_of(edge[1], mb) == self.rank
+            (self._arrived if local else self._to_send)[edge, mb] = part
 
     def _message(self, action: Action) -> Message:
         edge, mb, size = action.edge, action.mb, self._feed.size(action.mb)
         message = self._messages.get((edge, mb, size))
         if message is None:
-            plain, ranks = self.cut.message(edge, size), (self._home(edge[0], mb), self._home(edge[1], mb))
+            plain, ranks = (
+                self.cut.message(edge, size),
+                (self._rank_of(edge[0], mb), self._rank_of(edge[1], mb)),
+            )
             message = Message(*edge, mb, self.coding.specs(edge, plain), ranks, plain)
             self._messages[edge, mb, size] = message
         return message

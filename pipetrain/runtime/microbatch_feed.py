@@ -47,9 +47,9 @@ class WindowPart:
     def targets(self, batch: int) -> list[int]:
         """Return the microbatches of a batch whose targets this rank takes."""
         last = self.last
-        return [] if last is None else [mb for mb in self.of_batch(batch) if last[mb] == self.rank]
+        return [] if last is None else [mb for mb in self.microbatches_of(batch) if last[mb] == self.rank]
 
-    def of_batch(self, batch: int) -> range:
+    def microbatches_of(self, batch: int) -> range:
         """Return the microbatches of a batch."""
         return range(batch * self.microbatches, (batch + 1) * self.microbatches)
 
@@ -96,7 +96,7 @@ class WindowFeed:
         self._part = part
         self._device, self._dtype = part.device, part.dtype
         self._sizes = [piece for size in part.sizes for piece in size.pieces(part.microbatches)]
-        self._to_take = deque(part.inputs())
+        self._pending_inputs = deque(part.inputs())
         self._next: tuple[Tensor, ...] | None = None  # the inputs of the first of these, if they are read
         self._targets: dict[int, Target] = {}  # of a batch, not yet taken
 
@@ -111,7 +111,7 @@ class WindowFeed:
         """
         raise NotImplementedError
 
-    def deal(self, mb: int) -> None:
+    def send_up_to(self, mb: int) -> None:
         """Send the other ranks their microbatches up to this one's batch, if this rank reads them."""
 
     def finish(self, batches: int) -> None:
@@ -122,56 +122,58 @@ class WindowFeed:
 
     def input(self, mb: int) -> tuple[Tensor, ...]:
         """Return the first stage's inputs [n, ...] on the device; called once for each microbatch."""
-        assert self._to_take and mb == self._to_take[0], f"microbatch {mb} is not this rank's next one"
+        assert self._pending_inputs and mb == self._pending_inputs[0], (
+            f"microbatch {mb} is not this rank's next one"
+        )
         inputs, self._next = self._read_next(), None
-        self._to_take.popleft()
+        self._pending_inputs.popleft()
         return inputs
 
     def target(self, mb: int) -> Target:
         """Return the last stage's targets on the device; called once for each microbatch."""
         if mb not in self._targets:
-            self._put_targets(mb // self._part.microbatches)
+            self._load_targets(mb // self._part.microbatches)
         return self._targets.pop(mb)
 
-    def prepare(self) -> None:
+    def prefetch(self) -> None:
         """Move the next input to the device in advance; called before the engine waits for a message."""
-        if self.ahead and self._to_take:
+        if self.ahead and self._pending_inputs:
             self._read_next()
 
-    def forget(self, mb: int) -> None:
+    def truncate(self, mb: int) -> None:
         """Read no inputs from microbatch `mb` on: nobody would take what a reader sends of its batch."""
-        self._to_take = deque(number for number in self._to_take if number < mb)
+        self._pending_inputs = deque(number for number in self._pending_inputs if number < mb)
 
     def first(self) -> tuple[tuple[Tensor, ...] | None, Target | None]:
         """Return the first microbatch's inputs and targets, each if it is given here, without taking them.
 
         Called before the window begins.
         """
-        inputs = self._read_next() if self._to_take else None
+        inputs = self._read_next() if self._pending_inputs else None
         batch = next(self._part.batches(), None)
         if batch is not None and not self._targets:
-            self._put_targets(batch)
+            self._load_targets(batch)
         return inputs, next(iter(self._targets.values()), None)
 
     def _read_next(self) -> tuple[Tensor, ...]:
         if self._next is None:
-            self._next = as_tuple(self._moved(self._read_inputs(self._to_take[0])))
+            self._next = as_tuple(self._to_device(self._read_inputs(self._pending_inputs[0])))
         return self._next
 
-    def _put_targets(self, batch: int) -> None:
+    def _load_targets(self, batch: int) -> None:
         """Read the targets of this rank's microbatches of a batch, and give each its share."""
         targets, weights = self._read_targets(batch)
-        taken, first = self._part.targets(batch), self._part.of_batch(batch).start
-        values = split(targets, [self._sizes[mb] for mb in taken])
+        local_mbs, first = self._part.targets(batch), self._part.microbatches_of(batch).start
+        values = split(targets, [self._sizes[mb] for mb in local_mbs])
         weights = weights or [counted_for(self._part.weight, value) for value in values]
         total = sum(weights)
-        for mb, value in zip(taken, values, strict=True):
+        for mb, value in zip(local_mbs, values, strict=True):
             weight = weights[mb - first]
             # A batch in which nothing counts has no mean loss: it is NaN, as in one process.
             share = weight / total if total else 1 / len(weights)
-            self._targets[mb] = Target(self._moved(value), weight, share)
+            self._targets[mb] = Target(self._to_device(value), weight, share)
 
-    def _moved(self, value: Value) -> Value:
+    def _to_device(self, value: Value) -> Value:
         """Start the copy to the device; to a GPU it is asynchronous from pinned memory only."""
 
         def move(tensor: Tensor) -> Tensor:
@@ -183,7 +185,7 @@ class WindowFeed:
         return on_each(value, move)
 
 
-class Repeated:
+class RepeatedFeed:
     """Microbatches of one size that are there already, again and again; a rank may need neither part.
 
     `copies`: each has tensors of its own, as a window's have.
@@ -209,14 +211,14 @@ class Repeated:
         target = self._targets[mb % len(self._targets)]
         return replace(target, value=on_each(target.value, Tensor.clone)) if self._copies else target
 
-    def prepare(self) -> None:
+    def prefetch(self) -> None:
         """There is nothing to make."""
 
-    def deal(self, mb: int) -> None:
+    def send_up_to(self, mb: int) -> None:
         """There is nothing to send."""
 
     def first(self) -> tuple[tuple[Tensor, ...] | None, Target | None]:
         return self.input(0) if self._inputs else None, self.target(0) if self._targets else None
 
 
-Feed = WindowFeed | Repeated
+Feed = WindowFeed | RepeatedFeed

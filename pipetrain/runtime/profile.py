@@ -43,7 +43,7 @@ from pipetrain.runtime.comm.message import Message
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.engine import Engine
 from pipetrain.runtime.mailbox import Mailbox
-from pipetrain.runtime.microbatch_feed import Repeated
+from pipetrain.runtime.microbatch_feed import RepeatedFeed
 from pipetrain.runtime.rehearsal import LoopbackChannel
 from pipetrain.runtime.stage.nonfinite import StopOnNaN
 from pipetrain.runtime.stage.parameter_store import OptimizerFactory
@@ -55,22 +55,26 @@ from pipetrain.schedule.timeline import Bounds, Row
 
 log = logging.getLogger("pipetrain")
 
-WARM_UP = 1  # windows
-REPEATS, MOST, ENOUGH_S = 7, 30, 0.2  # windows with those, and seconds after which REPEATS are enough
-SMALL, LARGE = 2**10, 2**22  # bytes of a message
-COLD_TRIPS, TRIPS = 3, 11
+WARMUP_WINDOWS = 1  # windows
+MIN_WINDOWS, MAX_WINDOWS, ENOUGH_S = (
+    7,
+    30,
+    0.2,
+)  # windows with those, and seconds after which REPEATS are enough
+SMALL_BYTES, LARGE_BYTES = 2**10, 2**22  # bytes of a message
+COLD_ROUND_TRIPS, ROUND_TRIPS = 3, 11
 
-EMPTY = 2  # stages without layers
-RECOMPUTED, WHOLE, HALVED = MICROBATCHES = range(3)
+EMPTY_STAGES = 2  # stages without layers
+RECOMPUTED, WHOLE, SPLIT = MICROBATCHES = range(3)
 MEASURED = {  # what is run of each microbatch, in order, and of which time it is a part
     (RECOMPUTED, Op.F): "kept_s",
     (RECOMPUTED, Op.R): "again_s",
     (RECOMPUTED, Op.B): "",
     (WHOLE, Op.F): "forward_s",
     (WHOLE, Op.B): "backward_s",
-    (HALVED, Op.F): "recorded_s",
-    (HALVED, Op.I): "input_s",
-    (HALVED, Op.W): "weight_s",
+    (SPLIT, Op.F): "recorded_s",
+    (SPLIT, Op.I): "input_s",
+    (SPLIT, Op.W): "weight_s",
     (0, Op.REDUCE): "step_s",
     (0, Op.STEP): "step_s",
 }
@@ -97,32 +101,32 @@ def measure(
     latency_s, s_per_byte = slowest_link(groups, settings.buffer_size)
     try:
         with RngSnapshot().replayed():
-            mine: Any = measure_layers(network, layers, example, size, numerics, optimizer, device)
+            local: Any = measure_layers(network, layers, example, size, numerics, optimizer, device)
     except (ConfigError, RuntimeError) as error:  # a layer failed, or out of memory
-        mine = one_line(error)
+        local = one_line(error)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    of_ranks = groups.gather("the times of the layers", mine)
-    for failure in of_ranks:
+    by_rank = groups.gather("the times of the layers", local)
+    for failure in by_rank:
         if isinstance(failure, str):
             raise ConfigError(failure)
     if groups.world.rank == 0:
         log.info("profiled in %.1f s", time.perf_counter() - began)
     machine = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "ranks": len(of_ranks),
+        "ranks": len(by_rank),
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
     }
-    named = [*((layer.name, layer.output.nbytes) for layer in layers), ("", 0)]
+    names_and_bytes = [*((layer.name, layer.output.nbytes) for layer in layers), ("", 0)]
     *measured, stage = (
-        LayerTime(*one, *map(median, zip(*seconds, strict=True)))
-        for one, *seconds in zip(named, *of_ranks, strict=True)
+        LayerTime(*layer, *map(median, zip(*seconds, strict=True)))
+        for layer, *seconds in zip(names_and_bytes, *by_rank, strict=True)
     )
     return Profile(conditions, machine, latency_s, s_per_byte, measured, stage)
 
 
-def twin_of(network: Network) -> Network:
+def copy_to_measure(network: Network) -> Network:
     """Return a copy of a network, to be measured before it is trained. Raises ConfigError."""
     if any(tensor.is_meta for tensor in network.model.parameters()):
         raise ConfigError(
@@ -142,12 +146,12 @@ def twin_of(network: Network) -> Network:
 # Layers
 
 
-class _Layer(Stage):
+class _MeasuredStage(Stage):
     """A stage whose numbers are made up, and which does not prove a recomputation, as training does once."""
 
     def begin_window(self, predicted: Sequence[Predicted] = ()) -> None:
         super().begin_window(predicted)
-        self.rehearses, self._proves = True, False
+        self.rehearses, self._compares_recompute = True, False
 
 
 def measure_layers(
@@ -165,53 +169,57 @@ def measure_layers(
     the network, which must not be trained afterwards. `layers`: its estimates. Raises ConfigError with the
     name of a layer that fails.
     """
-    followed, own, every = _followed(layers), len(layers), len(layers) + EMPTY
-    cut = cut_layers({size: followed}, range(1, every + 1), example)
-    nothing = Chain(nn.Sequential(*(nn.Identity() for _ in range(every))))
+    followed, layer_count, stage_count = (
+        _with_following_stages(layers),
+        len(layers),
+        len(layers) + EMPTY_STAGES,
+    )
+    cut = cut_layers({size: followed}, range(1, stage_count + 1), example)
+    identity = Chain(nn.Sequential(*(nn.Identity() for _ in range(stage_count))))
     for module in (network.model, *network.modules):
         module.to(device)
     stages: dict[int, Stage] = {}
-    how: Any = {"device": device.type, "numerics": numerics, "selective": True}
+    options: Any = {"device": device.type, "numerics": numerics, "selective": True}
     for n, slice in enumerate(cut.slices[:-1]):
-        part = (network if n < own else nothing).part(slice)
+        part = (network if n < layer_count else identity).part(slice)
         # At a rate of 0 the weights stay as they are.
-        stages[n] = _Layer(n, part, optimizer, LearningRate(lambda update: 0.0), **how)
-        stages[n].observed_by(StopOnNaN(stages[n]))
-    here = [
+        stages[n] = _MeasuredStage(n, part, optimizer, LearningRate(lambda update: 0.0), **options)
+        stages[n].add_observers(StopOnNaN(stages[n]))
+    measured = [
         Action(n, op, mb, version=int(op is Op.STEP))
         for mb, op in MEASURED
         if op is not Op.REDUCE  # which is added
         for n in sorted(stages, reverse=op not in (Op.F, Op.R))
     ]
-    nowhere = [Action(every, op, mb) for mb in MICROBATCHES for op in (Op.F, Op.B)]
-    program = lower([here, nowhere], cut.edges)
-    home = Lowering.for_program(program).rank
-    ends = links_of(edges(program, cut.edges), ranks_of(program))
-    channel = LoopbackChannel(dict.fromkeys(ends), 1, math.inf, device)
+    following = [Action(stage_count, op, mb) for mb in MICROBATCHES for op in (Op.F, Op.B)]
+    program = lower([measured, following], cut.edges)
+    rank_of = Lowering.for_program(program).rank
+    links = links_of(edges(program, cut.edges), ranks_of(program))
+    channel = LoopbackChannel(dict.fromkeys(links), 1, math.inf, device)
     mail = Mailbox(channel, cut, ranks_of(program), 0)
     engine = Engine(stages, mail, mail, lambda stage: Bounds(1, 1, 0), Clock(device))
-    feed = Repeated(size, [made_up_samples(example.of(size), device)])
+    feed = RepeatedFeed(size, [made_up_samples(example.of(size), device)])
     rows: list[Row | None] = []
     began = time.perf_counter()
     try:
-        while len(rows) < REPEATS or (len(rows) < MOST and time.perf_counter() - began < ENOUGH_S):
-            order = Order(program[0], home, microbatches=len(MICROBATCHES))
+        while len(rows) < MIN_WINDOWS or (len(rows) < MAX_WINDOWS and time.perf_counter() - began < ENOUGH_S):
+            order = Order(program[0], rank_of, microbatches=len(MICROBATCHES))
             rows.append(engine.train(order, feed, len(MICROBATCHES), timed=True))
     except ActionFailed as error:
         raise ConfigError(
             f"layer {error.stage} ({followed[error.stage].name}) of the model cannot be profiled: "
             f"{type(error.__cause__).__name__}: {one_line(error.__cause__)}"
         ) from error
-    return _times(every, [row for row in rows[WARM_UP:] if row])
+    return _times(stage_count, [row for row in rows[WARMUP_WINDOWS:] if row])
 
 
-def _followed(layers: Sequence[Layer]) -> list[Layer]:
+def _with_following_stages(layers: Sequence[Layer]) -> list[Layer]:
     """Return the layers, the EMPTY ones, and what is nowhere; these return what the last layer does."""
-    every, output, needs = list(layers), layers[-1].output, layers[-1].requires_grad or ()
-    for _ in range(EMPTY + 1):
-        takes = tuple(ValueId(len(every) - 1, number) for number in range(len(output.specs)))
-        every.append(Layer("", 0, 0, output, needs, takes, reached=needs))
-    return every
+    followed, output, needs = list(layers), layers[-1].output, layers[-1].requires_grad or ()
+    for _ in range(EMPTY_STAGES + 1):
+        takes = tuple(ValueId(len(followed) - 1, number) for number in range(len(output.specs)))
+        followed.append(Layer("", 0, 0, output, needs, takes, reached=needs))
+    return followed
 
 
 def _times(stages: int, rows: Sequence[Row]) -> list[list[float]]:
@@ -228,9 +236,9 @@ def _times(stages: int, rows: Sequence[Row]) -> list[list[float]]:
     for name in SECONDS:
         medians = [*map(median, spans[name])]
         interrupted = sum(map(fmean, spans[name])) / sum(medians)
-        *of, warm, cold = (interrupted * taken for taken in medians)
-        columns.append([*(max(taken - warm, taken / 10) for taken in of), cold])
-    return [list(one) for one in zip(*columns, strict=True)]
+        *layers, warm, cold = (interrupted * seconds for seconds in medians)
+        columns.append([*(max(seconds - warm, seconds / 10) for seconds in layers), cold])
+    return [list(times) for times in zip(*columns, strict=True)]
 
 
 # Messages
@@ -249,41 +257,47 @@ def slowest_link(groups: ProcessGroups, buffer_size: int) -> tuple[float, float]
     pairs = [*pairwise(range(groups.world.size))]
     groups.open([(edge, edge) for pair in pairs for edge in (pair, pair[::-1])])
     channel = groups.channel(buffer_size)
-    mine = [
-        [_one_way(channel, groups, pair, nbytes) for nbytes in (SMALL, LARGE)]
+    local = [
+        [_one_way(channel, groups, pair, nbytes) for nbytes in (SMALL_BYTES, LARGE_BYTES)]
         for pair in pairs
         if groups.world.rank in pair
     ]
-    times = [of_pair for own in groups.gather("the times of messages", mine) for of_pair in own]
-    return line(*max(times, key=lambda of_pair: of_pair[1]))
+    times = [
+        pair_times for of_rank in groups.gather("the times of messages", local) for pair_times in of_rank
+    ]
+    return latency_and_byte_time(*max(times, key=lambda pair_times: pair_times[1]))
 
 
-def line(small_s: float, large_s: float) -> tuple[float, float]:
+def latency_and_byte_time(small_s: float, large_s: float) -> tuple[float, float]:
     """Return the line through the times of a SMALL and of a LARGE message: that of none, and of a byte."""
-    s_per_byte = max(0.0, (large_s - small_s) / (LARGE - SMALL))
-    return max(0.0, small_s - SMALL * s_per_byte), s_per_byte
+    s_per_byte = max(0.0, (large_s - small_s) / (LARGE_BYTES - SMALL_BYTES))
+    return max(0.0, small_s - SMALL_BYTES * s_per_byte), s_per_byte
 
 
 def _one_way(channel: Channel, groups: ProcessGroups, pair: tuple[int, int], nbytes: int) -> float:
     """Return half the median round trip; the other end, which only answers, measures about the same."""
-    here, there = pair
+    first, second = pair
     specs = (TensorSpec((nbytes,), torch.uint8),)
-    forth = [Message(here, there, i, specs, (here, there)) for i in range(COLD_TRIPS + TRIPS)]
-    back = [Message(there, here, i, specs, (there, here)) for i in range(COLD_TRIPS + TRIPS)]
-    leads = groups.world.rank == here
+    outbound = [
+        Message(first, second, i, specs, (first, second)) for i in range(COLD_ROUND_TRIPS + ROUND_TRIPS)
+    ]
+    replies = [
+        Message(second, first, i, specs, (second, first)) for i in range(COLD_ROUND_TRIPS + ROUND_TRIPS)
+    ]
+    leads = groups.world.rank == first
     # A posted receive is a kernel that runs, for which the first use of another kernel may wait.
     payload = [torch.zeros(nbytes, dtype=torch.uint8, device=groups.device)]
-    channel.expect(back if leads else forth)
+    channel.expect(replies if leads else outbound)
     seconds = []
-    for out, answer in zip(forth, back, strict=True):
+    for request, reply in zip(outbound, replies, strict=True):
         start = time.perf_counter()
         if leads:
-            channel.send(out, payload)
-            channel.recv(answer)
+            channel.send(request, payload)
+            channel.recv(reply)
         else:
-            channel.send(answer, channel.recv(out))
+            channel.send(reply, channel.recv(request))
         channel.deadline.settle()  # a receive may order the stream alone
         seconds.append(time.perf_counter() - start)
     channel.drain()
     channel.deadline.settle()
-    return median(seconds[COLD_TRIPS:]) / 2
+    return median(seconds[COLD_ROUND_TRIPS:]) / 2

@@ -39,7 +39,7 @@ class Sums:
         self._buckets = {  # by stage with replicas
             index: stage.store.buckets() for index, stage in stages.items() if len(self._placement[index]) > 1
         }
-        self._early: set[int] = set()  # the stages whose buckets have been started
+        self._overlapped: set[int] = set()  # the stages whose buckets have been started
         self._shares: dict[_Key, dict[int, Tensor]] = {}  # by stage
         self._sums: dict[_Key, Tensor] = {}  # of a tie whose stages are all here
         self._started: dict[_Key, None] = {}  # in order
@@ -47,7 +47,7 @@ class Sums:
         """By version the norm of the whole gradient, where norms are summed."""
 
     @contextmanager
-    def ending(self, action: Action) -> Iterator[None]:
+    def overlapping(self, action: Action) -> Iterator[None]:
         """Start the sums of the buckets that a batch's last backward on this rank finishes here."""
         full = self._buckets.get(action.stage, [])[:-1]
         if not full or self._stages[action.stage].weights.weighs:  # which is done at the end
@@ -58,10 +58,10 @@ class Sums:
             partial(self._channel.all_reduce, (action.stage,), early=True),
         )
         stage.adds_at_once = False  # each gradient is whole as soon as autograd has added it
-        with stage.store.finishing(action.read, full, all_reduce):
+        with stage.store.reduce_when_finished(action.read, full, all_reduce):
             yield
         stage.adds_at_once = True
-        self._early.add(action.stage)
+        self._overlapped.add(action.stage)
 
     def reduce(self, action: Action) -> None:
         """End a stage's batch; start the sum of the rest of its gradient over its replicas."""
@@ -71,12 +71,12 @@ class Sums:
         if action.stage not in self._buckets:
             return
         *full, rest = self._buckets[action.stage]
-        for bucket in () if action.stage in self._early else full:  # there was no backward
-            self._channel.all_reduce(tie, torch.cat(store.flat(bucket)), early=True)
-        self._early.discard(action.stage)
+        for bucket in () if action.stage in self._overlapped else full:  # there was no backward
+            self._channel.all_reduce(tie, torch.cat(store.flat_gradients(bucket)), early=True)
+        self._overlapped.discard(action.stage)
         ranks = self._placement[action.stage]
-        more = stage.partial_sums(ranks.index(self._rank), len(ranks))
-        if sent := [*store.flat(rest), *store.counts(store.names, stage.leaves_out), *more]:
+        observed = stage.partial_sums(ranks.index(self._rank), len(ranks))
+        if sent := [*store.flat_gradients(rest), *store.counts(store.names, stage.skipped_update), *observed]:
             self._started[tie, action.version] = None
             self._channel.all_reduce(tie, torch.cat(sent))
 
@@ -84,20 +84,20 @@ class Sums:
         """Wait for the sums of a stage's gradient, which become the gradient."""
         stage, parts = self._stages[index], dict[str, Tensor]()
         store = stage.store
-        counts = len(store.names) or int(stage.leaves_out is not None)
+        counts = len(store.names) or int(stage.skipped_update is not None)
         for bucket in self._buckets[index]:
             numbers = self._channel.reduced((index,))
-            part, more = store.parts(bucket, numbers)
+            part, rest = store.parts(bucket, numbers)
             parts |= part
-            stage.on_sums(numbers[: len(numbers) - len(more[counts:])])
-        store.set_gradients(store.names, parts, more[:counts], copies=False)
-        stage.on_reduced(more[counts:])
+            stage.on_sums(numbers[: len(numbers) - len(rest[counts:])])
+        store.set_gradients(store.names, parts, rest[:counts], copies=False)
+        stage.on_reduced(rest[counts:])
 
     def reduce_tied(self, action: Action) -> None:
         stage = self._stages[action.stage]
-        for tie in self._ties(action):
+        for tie in self._ties_of(action):
             names, store = self._names[tie], stage.store
-            gradient = torch.cat([*store.flat(names), *store.counts(names, stage.leaves_out)])
+            gradient = torch.cat([*store.flat_gradients(names), *store.counts(names, stage.skipped_update)])
             self._start(
                 tie, action, gradient if self._is_leader(action.stage) else torch.zeros_like(gradient)
             )
@@ -119,26 +119,26 @@ class Sums:
         shares = self._shares.setdefault(key, {})
         shares[action.stage] = numbers
         self._started[key] = None
-        here = self._here(tie)
-        if len(shares) < len(here):
+        local_stages = self._local_stages(tie)
+        if len(shares) < len(local_stages):
             return
         del self._shares[key]
-        total = sum((shares[stage] for stage in here[1:]), shares[here[0]])
+        total = sum((shares[stage] for stage in local_stages[1:]), shares[local_stages[0]])
         if all(ranks == (self._rank,) for ranks in self._ranks(tie)):
             self._sums[key] = total
         else:
             self._channel.all_reduce(tie, total)
 
-    def wait(self, action: Action, waits: Callable[[], None]) -> None:
-        """Wait for what an action needs of other stages, once; `waits` is called before."""
+    def wait(self, action: Action, before_wait: Callable[[], None]) -> None:
+        """Wait for what an action needs of other stages, once; `before_wait` is called before."""
         ties: list[Tie] = [(action.stage,)]
         if action.op is not Op.TIE:
-            ties += self._ties(action)
+            ties += self._ties_of(action)
         if action.op is Op.STEP:
             ties.append(ALL)
-        left = [(tie, action.version) for tie in ties if (tie, action.version) in self._started]
-        for key in left:
-            waits()
+        pending = [(tie, action.version) for tie in ties if (tie, action.version) in self._started]
+        for key in pending:
+            before_wait()
             del self._started[key]
             if key[0] == (action.stage,):
                 self._wait_for_replicas(action.stage)
@@ -147,7 +147,7 @@ class Sums:
             if key[0] == ALL:
                 self.norms[action.version] = sums.sum().sqrt()
                 continue
-            for stage in map(self._stages.__getitem__, self._here(key[0])):
+            for stage in map(self._stages.__getitem__, self._local_stages(key[0])):
                 names = self._names[key[0]]
                 stage.store.set_gradients(names, *stage.store.parts(names, sums))
                 stage.on_sums(sums)
@@ -158,10 +158,10 @@ class Sums:
             yield from (((stage,), numbers) for stage, numbers in shares.items() if tie)
         yield from ((tie, sums) for (tie, _), sums in self._sums.items() if tie)
 
-    def _ties(self, action: Action) -> list[Tie]:
+    def _ties_of(self, action: Action) -> list[Tie]:
         return [tie for tie in self._names if action.stage in tie]
 
-    def _here(self, tie: Tie) -> list[int]:
+    def _local_stages(self, tie: Tie) -> list[int]:
         return [stage for stage in tie or range(len(self._placement)) if stage in self._stages]
 
     def _ranks(self, tie: Tie) -> Placement:

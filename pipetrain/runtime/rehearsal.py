@@ -24,10 +24,10 @@ from pipetrain.model.tensor_access import refill, standing_in
 from pipetrain.runtime.comm.channel import Channel
 from pipetrain.runtime.comm.message import Message
 from pipetrain.runtime.mailbox import Mailbox
-from pipetrain.runtime.microbatch_feed import Feed, Repeated
+from pipetrain.runtime.microbatch_feed import Feed, RepeatedFeed
 from pipetrain.runtime.stage.stage import Stage
 
-Play = Callable[[Feed, Mailbox], bool]
+RunWindow = Callable[[Feed, Mailbox], bool]
 """Runs a few batches of a window; returns whether norms were summed in it."""
 
 
@@ -52,20 +52,20 @@ class Rehearsal:
     """(training or evaluation, size of a microbatch)"""
 
     def before(
-        self, stages: Iterable[Stage], play: Play, feed: Feed, microbatches: int, training: bool
+        self, stages: Iterable[Stage], run_window: RunWindow, feed: Feed, microbatches: int, training: bool
     ) -> None:
-        """Play with made-up messages for each new size of the window's microbatches, and put all back."""
+        """Run with made-up messages for each new size of the window's microbatches, and put all back."""
         sizes = {(training, feed.size(mb)) for mb in range(microbatches)}
         new = sorted(size for _, size in sizes - self.done)
         if not new:
             return
         # At the second time of a size the optimizer has its state.
-        twice = [alike(feed, size) for size in new for _ in range(2)]
+        examples = [resized_feed(feed, size) for size in new for _ in range(2)]
         first = training and not any(trained for trained, _ in self.done)
-        with put_back(stages, training, first):
-            norms = [play(one, self.loopback(training)) for one in twice]
+        with state_restored(stages, training, first):
+            norms = [run_window(example, self.loopback(training)) for example in examples]
         if first:
-            with attributes_put_back(stages):
+            with attributes_restored(stages):
                 self.after_first()
         self.meet(any(norms))
         self.done |= sizes
@@ -78,39 +78,39 @@ class LoopbackChannel(Channel):
     and updates keep the versions of open microbatches.
     """
 
-    _late: Sequence[Message] = ()  # gradients that were waited for last
+    _awaited: Sequence[Message] = ()  # gradients that were waited for last
 
     def arrived(self, message: Message) -> bool:
-        return message.src < message.dst or message in self._late
+        return message.src < message.dst or message in self._awaited
 
     def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
-        self._late = receives
+        self._awaited = receives
 
-    def _begin(self, message: Message, tensor: Tensor, sending: bool) -> dist.Work:
+    def _start_one(self, message: Message, tensor: Tensor, sending: bool) -> dist.Work:
         if not sending and (tensor.is_floating_point() or tensor.is_complex()):
             tensor.normal_()
         elif not sending:  # what is valid everywhere: 0 for an index, True in a mask
             tensor.fill_(tensor.dtype is torch.bool)
-        return _Done()
+        return _Finished()
 
-    def _add_up(self, numbers: Tensor, group: Any) -> dist.Work:
-        return _Done()
+    def _start_sum(self, numbers: Tensor, group: Any) -> dist.Work:
+        return _Finished()
 
     def _complete(self, *works_and_errors: Any) -> None:
         """Nothing is waited for."""
 
 
-class _Done(dist.Work):
+class _Finished(dist.Work):
     """A transfer that is over."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
 
 
-def alike(feed: Feed, size: Size) -> Repeated:
+def resized_feed(feed: Feed, size: Size) -> RepeatedFeed:
     """Return microbatches of a size whose rows are those of a feed's first one, again and again."""
     inputs, target = feed.first()
-    return Repeated(
+    return RepeatedFeed(
         size,
         [] if inputs is None else [as_tuple(repeated_to(size, inputs))],
         [] if target is None else [replace(target, value=repeated_to(size, target.value))],
@@ -119,24 +119,27 @@ def alike(feed: Feed, size: Size) -> Repeated:
 
 
 @contextmanager
-def put_back(stages: Iterable[Stage], training: bool, updates: bool) -> Iterator[None]:
+def state_restored(stages: Iterable[Stage], training: bool, updates: bool) -> Iterator[None]:
     """Put back, to the last bit, what running the stages changes: their tensors, attributes, random state.
 
     Without `updates` they update no weights; of these and their optimizer's state copies are in host memory.
     """
-    with attributes_put_back(stages):
+    with attributes_restored(stages):
         tensors: list[Tensor] = []
         buffers: list[Tensor] = []
         containers: list[Any] = []
         for stage in stages:
-            for part, changing in zip((tensors, buffers, containers), stage.changing(training), strict=True):
-                part += changing
+            for collected, changing in zip(
+                (tensors, buffers, containers), stage.changing(training), strict=True
+            ):
+                collected += changing
         before = {id(t): (t, t.data, t.detach().clone()) for t in buffers}
         before |= {id(t): (t, t.data, t.detach().to("cpu", copy=True) if updates else t) for t in tensors}
         contents = [(container, container.copy()) for container in containers]
-        kept = [(stage.attributes, stage.attributes.changed()) for stage in stages if training]
+        changed = [(stage.attributes, stage.attributes.changed()) for stage in stages if training]
         copies = [
-            (of, {path: [[t.clone() for t in tree]] for path, tree in trees.items()}) for of, trees in kept
+            (state, {path: [[t.clone() for t in tree]] for path, tree in trees.items()})
+            for state, trees in changed
         ]
         try:
             for stage in stages:
@@ -156,7 +159,7 @@ def put_back(stages: Iterable[Stage], training: bool, updates: bool) -> Iterator
 
 
 @contextmanager
-def attributes_put_back(stages: Iterable[Stage]) -> Iterator[None]:
+def attributes_restored(stages: Iterable[Stage]) -> Iterator[None]:
     """Put back random numbers, and the attributes of layers."""
     with ExitStack() as ending:
         ending.enter_context(RngSnapshot().replayed())

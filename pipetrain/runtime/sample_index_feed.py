@@ -46,21 +46,21 @@ def batches_that_count(
     return [batches[number] for number in counting]
 
 
-def turns(batches: Sequence[int], every: int | None, done: int = 0) -> list[int]:
+def turns(batches: Sequence[int], period: int | None, done: int = 0) -> list[int]:
     """Return the number of each microbatch of a pass by which replicas take turns, after `done` batches.
 
     `batches`: the microbatches of each. The numbers begin anew with every so many batches; None: never.
     """
     numbers: list[int] = []
-    begun = 0
+    period_start = 0
     for batch, microbatches in enumerate(batches, start=done):
-        if every and batch % every == 0:
-            begun = len(numbers)
-        numbers += range(len(numbers) - begun, len(numbers) - begun + microbatches)
+        if period and batch % period == 0:
+            period_start = len(numbers)
+        numbers += range(len(numbers) - period_start, len(numbers) - period_start + microbatches)
     return numbers
 
 
-class NumberedBatches:
+class SampleIndexBatches:
     """The batches of an epoch in which something counts, after the first `done`. All ranks make it.
 
     Each rank loads the inputs of all its microbatches ahead, and reads targets when they are needed.
@@ -77,11 +77,11 @@ class NumberedBatches:
         window = plan.settings.window if plan.draft.reads_late else 1
         numbers = turns([*map(len, self._batches)], window if samples.sampler else None, done)
         mbs, ranks = zip(chain.from_iterable(self._batches), numbers, strict=True), plan.placement[0]
-        taken = [ids for ids, number in mbs if ranks[number % len(ranks)] == groups.world.rank]
+        local_ids = [ids for ids, number in mbs if ranks[number % len(ranks)] == groups.world.rank]
         self._inputs: Iterator[Value] = iter(())
-        if taken:
+        if local_ids:
             read = partial(self._split.inputs, draw=self._draw)
-            self._inputs = loaded(read, taken, samples.workers, samples.timeout)
+            self._inputs = loaded(read, local_ids, samples.workers, samples.timeout)
 
     @property
     def _split(self) -> Split:
@@ -96,7 +96,7 @@ class NumberedBatches:
     def open(self, part: WindowPart) -> WindowFeed:
         batches = self._batches[self._opened :][: len(part.sizes)]
         self._opened += len(batches)
-        return NumberedFeed(part, self, batches)
+        return SampleIndexFeed(part, self, batches)
 
     def next_inputs(self) -> Value:
         """Return the inputs of this rank's next microbatch."""
@@ -111,10 +111,10 @@ class NumberedBatches:
         return float(len(ids)) if task.counts_samples else counted_for(task.weight, self.targets(ids))
 
 
-class NumberedFeed(WindowFeed):
+class SampleIndexFeed(WindowFeed):
     """Reads a window's microbatches of a pass. `ids`: of the samples of each, by batch."""
 
-    def __init__(self, part: WindowPart, source: NumberedBatches, ids: Sequence[Sequence[Tensor]]) -> None:
+    def __init__(self, part: WindowPart, source: SampleIndexBatches, ids: Sequence[Sequence[Tensor]]) -> None:
         super().__init__(part)
         self._source, self._ids = source, ids
 
@@ -122,7 +122,7 @@ class NumberedFeed(WindowFeed):
         return self._source.next_inputs()
 
     def _read_targets(self, batch: int) -> tuple[Value, list[float] | None]:
-        ids, first = self._ids[batch], self._part.of_batch(batch).start
-        taken = [ids[mb - first] for mb in self._part.targets(batch)]
-        weights = None if len(taken) == len(ids) else [*map(self._source.weight, ids)]
-        return self._source.targets(torch.cat(taken)), weights
+        ids, first = self._ids[batch], self._part.microbatches_of(batch).start
+        local_ids = [ids[mb - first] for mb in self._part.targets(batch)]
+        weights = None if len(local_ids) == len(ids) else [*map(self._source.weight, ids)]
+        return self._source.targets(torch.cat(local_ids)), weights

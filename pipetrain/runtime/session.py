@@ -40,7 +40,7 @@ class Session:
         whole: WholeModel | None = None,
     ) -> None:
         self.plan, self.stages, self._task, self._groups, self._whole = plan, stages, task, groups, whole
-        self._copies = copies_of(stages)
+        self._shared_copies = shared_weight_copies(stages)
         self.engine = make_engine(plan, stages, groups)
         self._buffer_averager = BufferAverager(self.stages, groups)
         self.last = self.stages.get(plan.stages - 1)
@@ -50,17 +50,17 @@ class Session:
     def updates(self) -> int:
         return next(iter(self.stages.values())).weights.updates
 
-    def take_rates(self) -> list[float]:
+    def take_learning_rates(self) -> list[float]:
         """Return the rate of each update since it was last called, where a stage has what is shown."""
-        taken = [stage.weights.rates.take() for stage in self.stages.values()]
-        return next(filter(None, taken), [])
+        stage_rates = [stage.weights.rates.take() for stage in self.stages.values()]
+        return next(filter(None, stage_rates), [])
 
     @contextmanager
     def keeping_options(self) -> Iterator[None]:
         """Put back what a program changes of the optimizers' parameter groups, rates among them."""
-        before = [pair for stage in self.stages.values() for pair in stage.weights.rates.options()]
+        saved = [pair for stage in self.stages.values() for pair in stage.weights.rates.options()]
         yield
-        for group, options in before:
+        for group, options in saved:
             group.update(options)
 
     def is_leader(self, stage: int) -> bool:
@@ -77,7 +77,7 @@ class Session:
         order = order_of(self.plan, len(sizes), self._groups.world.rank, watch.stop_check)
         if self._whole is not None:
             self._whole.restore_stages()
-        self._level_copies()
+        self._copy_shared_weights()
         self._buffer_averager.before_window()
         measured = watch.memory and not any(stage.captured for stage in self.stages.values())
         meter = Meter(self.stages, self._groups.device) if measured else None
@@ -107,7 +107,7 @@ class Session:
         """
         rank = self._groups.world.rank
         order = order_of(self.plan, len(sizes), rank, watch.stop_check, trains=False)
-        self._level_copies()
+        self._copy_shared_weights()
         self.average_buffers()
         with (
             self._feed(sizes, batches, order, targets=outputs is None) as feed,
@@ -116,9 +116,9 @@ class Session:
             self.engine.evaluate(order, feed, watch.progress, outputs)
         return WindowRun(sizes, order.batches)
 
-    def _level_copies(self) -> None:
+    def _copy_shared_weights(self) -> None:
         """Give copies of a weight the numbers of the first, which a program may have changed since."""
-        for first, copy in self._copies:
+        for first, copy in self._shared_copies:
             copy.data.copy_(first.data)
 
     @contextmanager
@@ -128,12 +128,14 @@ class Session:
         """Yield the microbatches of a window; of an error for want of memory, say what was predicted."""
         groups = self._groups
         mbs, rank, device = range(len(sizes) * order.microbatches), groups.world.rank, groups.device
-        first, last = ([order.home(stage, mb) for mb in mbs] for stage in (0, self.plan.stages - 1))
+        input_ranks, target_ranks = (
+            [order.home(stage, mb) for mb in mbs] for stage in (0, self.plan.stages - 1)
+        )
         part = WindowPart(
             sizes,
             order.microbatches,
-            first,
-            last if targets else None,
+            input_ranks,
+            target_ranks if targets else None,
             rank,
             self._task.weight,
             device,
@@ -141,7 +143,9 @@ class Session:
         )
         feed = batches.open(part)
         # Each rank has one microbatch, for a rehearsal.
-        feed.deal(max(ranks.index(rank) for ranks in (first, last) for rank in set(ranks)))
+        feed.send_up_to(
+            max(ranks.index(rank) for ranks in (input_ranks, target_ranks) for rank in set(ranks))
+        )
         try:
             yield feed
         except ActionFailed as error:
@@ -152,8 +156,10 @@ class Session:
         feed.finish(order.batches)
 
 
-def copies_of(stages: Mapping[int, Stage]) -> list[tuple[Tensor, Tensor]]:
+def shared_weight_copies(stages: Mapping[int, Stage]) -> list[tuple[Tensor, Tensor]]:
     """Return the weights that stages of a rank share: that of the first, which a program sees, and a copy."""
-    firsts: dict[str, Tensor] = {}
-    pairs = [(firsts.setdefault(name, t), t) for stage in stages.values() for name, t in stage.named()]
+    originals: dict[str, Tensor] = {}
+    pairs = [
+        (originals.setdefault(name, t), t) for stage in stages.values() for name, t in stage.tensors_by_name()
+    ]
     return [(first, copy) for first, copy in pairs if first is not copy]

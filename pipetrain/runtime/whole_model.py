@@ -43,16 +43,16 @@ class WholeModel:
         """What must not change of it from then on."""
         self._model = model
         self._groups = groups
-        first: dict[int, str] = {}  # of all names that a tensor has
-        self._names = {name: first.setdefault(id(tensor), name) for name, tensor in _all_named(model)}
-        self._all = list(named_tensors(model))
+        first_names: dict[int, str] = {}  # of all names that a tensor has
+        self._names = {name: first_names.setdefault(id(tensor), name) for name, tensor in _all_named(model)}
+        self._tensor_names = list(named_tensors(model))
         self._owners: dict[str, int] = {}
         self._stages: list[Stage] = []
         self._collected = False  # whether rank 0 has all numbers
-        self._guard: RemovableHandle | None = None  # against a call of it where it has no numbers
+        self._call_hook: RemovableHandle | None = None  # against a call of it where it has no numbers
         self._swapped: list[tuple[Tensor, Tensor]] = []  # what the stages need, and what was collected
 
-    def begin_with(self, values: Values) -> None:
+    def set_initial_values(self, values: Values) -> None:
         """Begin with these in place of its own."""
         self.values = values
 
@@ -60,24 +60,28 @@ class WholeModel:
         """Let these stages have their tensors, and release all others."""
         self._stages, self._owners, self.values, self.attached = list(stages), owners, None, True
         self._swapped, self._collected = [], False
-        own, tensors = self._own(), named_tensors(self._model)
-        others = {id(t): own[name] if name in own else on_meta(t) for name, t in tensors.items()}
-        replace(network.modules, others)
-        self._replace(others)
+        local_tensors, tensors = self._local_tensors(), named_tensors(self._model)
+        replacements = {
+            id(t): local_tensors[name] if name in local_tensors else on_meta(t) for name, t in tensors.items()
+        }
+        replace(network.modules, replacements)
+        self._replace(replacements)
         if self._groups.world.size > 1:
-            self._guard = self._model.register_forward_pre_hook(_refuse_without_numbers)
+            self._call_hook = self._model.register_forward_pre_hook(_refuse_without_numbers)
         self.guard = ModelGuard(self._model, network)
 
-    def _replace(self, others: Mapping[int, Tensor]) -> None:
-        replace([self._model], others, *(self.guard.held.content if self.guard else ()))
+    def _replace(self, replacements: Mapping[int, Tensor]) -> None:
+        replace([self._model], replacements, *(self.guard.held.content if self.guard else ()))
 
     def collect(self) -> nn.Module:
         """Put the tensors of all ranks into the model on rank 0, in host memory; return the model."""
-        tensors = self._tensors(self._all)  # on ranks but 0 none: it is only noted that rank 0 has them
+        tensors = self._tensors(
+            self._tensor_names
+        )  # on ranks but 0 none: it is only noted that rank 0 has them
         self.restore_stages()
-        now = named_tensors(self._model)
-        others = {name: new for name, new in tensors.items() if new is not now[name]}
-        self._swapped = [(now[name], in_place_of(now[name], new)) for name, new in others.items()]
+        current = named_tensors(self._model)
+        received = {name: new for name, new in tensors.items() if new is not current[name]}
+        self._swapped = [(current[name], in_place_of(current[name], new)) for name, new in received.items()]
         self._replace({id(old): new for old, new in self._swapped})
         self._collected = True
         return self._model
@@ -96,61 +100,61 @@ class WholeModel:
     def restore_stages(self) -> None:
         """Let the stages have their tensors again, before they train."""
         if self._swapped:
-            self._put_own()
+            self._install_stage_tensors()
         self._swapped = []
         self._collected = False
 
     @contextmanager
     def stages_in_place(self) -> Iterator[None]:
         """Let the stages have their tensors for a while, in which these do not change."""
-        self._put_own()
+        self._install_stage_tensors()
         try:
             yield
         finally:
-            self._replace({id(own): collected for own, collected in self._swapped})
+            self._replace({id(trained): collected for trained, collected in self._swapped})
 
     def end(self, failed: bool) -> None:
         """Leave the model on rank 0 as collected, and elsewhere without numbers; one process has all."""
         rank, size = self._groups.world.rank, self._groups.world.size
-        if self._guard is not None:
-            self._guard.remove()
+        if self._call_hook is not None:
+            self._call_hook.remove()
         if self.attached and size == 1 and not failed:
             self.collect()
         elif self.attached and size > 1 and not (self._collected and rank == 0):
             self._replace({id(t): on_meta(t) for t in named_tensors(self._model).values()})
 
-    def _put_own(self) -> None:
-        self._replace({id(collected): own for own, collected in self._swapped})
+    def _install_stage_tensors(self) -> None:
+        self._replace({id(collected): trained for trained, collected in self._swapped})
 
     def _tensors(self, names: Collection[str], ema: bool = False) -> dict[str, Tensor]:
         """Return tensors by their names in the model, in host memory, on rank 0; none on the others."""
         if not self.attached:  # nothing has been trained
             return self._initial(names) if not self._groups.world.rank else {}
         with self.stages_in_place():
-            own = self._own(ema)
+            local_tensors = self._local_tensors(ema)
         collected: dict[str, Tensor] = {}
         for owner in range(self._groups.world.size):
-            of = [name for name in self._owners if name in names and self._owners[name] == owner]
-            tensors = [own[name] for name in of] if owner == self._groups.world.rank else []
-            collected |= zip(of, self._groups.to_first("the model", tensors, owner), strict=False)
+            owned = [name for name in self._owners if name in names and self._owners[name] == owner]
+            tensors = [local_tensors[name] for name in owned] if owner == self._groups.world.rank else []
+            collected |= zip(owned, self._groups.collect_on_rank0("the model", tensors, owner), strict=False)
         return {name: collected[name] for name in names if name in collected}
 
     def _initial(self, names: Collection[str]) -> dict[str, Tensor]:
         tensors = {name: tensor for name, tensor in named_tensors(self._model).items() if name in names}
         values = self.values.tensors(names) if self.values is not None else {}
         return {
-            name: cast_exactly(name, values[name], mine.dtype) if name in values else mine
-            for name, mine in tensors.items()
+            name: cast_exactly(name, values[name], tensor.dtype) if name in values else tensor
+            for name, tensor in tensors.items()
         }
 
-    def _own(self, ema: bool = False) -> dict[str, Tensor]:
-        own: dict[str, Tensor] = {}
+    def _local_tensors(self, ema: bool = False) -> dict[str, Tensor]:
+        local_tensors: dict[str, Tensor] = {}
         for stage in self._stages:
             with stage.store.averaged() if ema else nullcontext():
                 for name, tensor in _all_named(stage.module):
                     if name in self._names:  # not one that a layer has made as it ran
-                        own.setdefault(self._names[name], tensor)
-        return own
+                        local_tensors.setdefault(self._names[name], tensor)
+        return local_tensors
 
 
 def _refuse_without_numbers(model: nn.Module, inputs: object) -> None:
@@ -173,8 +177,8 @@ def gather_outputs(
     """Return on rank 0, in host memory, the outputs for so many batches, which `owners` have in turn."""
     by_owner = []
     for owner in owners:
-        own = [tensor for of in outputs for tensor in of] if owner == groups.world.rank else []
-        by_owner.append(iter(groups.to_first("the outputs", own, owner)))
+        local = [tensor for tensors in outputs for tensor in tensors] if owner == groups.world.rank else []
+        by_owner.append(iter(groups.collect_on_rank0("the outputs", local, owner)))
     size = groups.broadcast("the tensors of an output", len(outputs[0]) if outputs else 0, owners[0])
     turns = islice(cycle(by_owner), 0 if groups.world.rank else batches)
     return [tuple(islice(tensors, size)) for tensors in turns]

@@ -29,12 +29,12 @@ class WindowWatch:
     @classmethod
     def together(cls, watches: Iterable[WindowWatch]) -> WindowWatch:
         """Return one that looks at all that these do."""
-        every = list(watches)
+        listed = list(watches)
         return cls(
-            tuple(progress for watch in every for progress in watch.progress),
-            next((watch.stop_check for watch in every if watch.stop_check), None),
-            any(watch.times for watch in every),
-            any(watch.memory for watch in every),
+            tuple(progress for watch in listed for progress in watch.progress),
+            next((watch.stop_check for watch in listed if watch.stop_check), None),
+            any(watch.times for watch in listed),
+            any(watch.memory for watch in listed),
         )
 
 

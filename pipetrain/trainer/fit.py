@@ -214,7 +214,7 @@ def train_epochs(
         lost = checkpoints.not_saved if checkpoints else None
         orphaned = 0
         if stop and not finished:
-            orphaned = training.groups.most("whether torchrun's store is lost", int(stop.lost))
+            orphaned = training.groups.maximum("whether torchrun's store is lost", int(stop.lost))
         if recorder and finished and lost != run.position.update:
             recorder.close()
         elif recorder:
@@ -244,7 +244,8 @@ def _about(training: Training, data: EpochData, settings: Settings, facts: DataF
     """Return what the records say of the training, with all of its windows proven."""
     plan, device, at = training.begun.plan, training.groups.device, data.start
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    ranks, room = f"{training.groups.world.size} x {kind}", gpu_bytes(device.type, training.groups.sharing)
+    groups = training.groups
+    ranks, room = f"{groups.world.size} x {kind}", gpu_bytes(device.type, groups.ranks_on_gpu)
     about = About(
         settings, plan, training.request.task, facts, data.batches, training.request.lr, ranks, room
     )

@@ -164,7 +164,7 @@ class AsksProgram(Listener):
 
     def _ask(self, record: EpochRecord) -> None:
         enough = self._after_epoch(record.as_told()) == STOP
-        if self._run.groups.most("whether epochs are enough", int(enough)):
+        if self._run.groups.maximum("whether epochs are enough", int(enough)):
             self._run.finish()
 
 

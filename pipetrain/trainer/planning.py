@@ -34,7 +34,7 @@ from pipetrain.runtime.comm.collective_guard import (
     compare_ranks,
     digest,
 )
-from pipetrain.runtime.profile import measure, twin_of
+from pipetrain.runtime.profile import copy_to_measure, measure
 from pipetrain.tasks import ModelLoss
 from pipetrain.tasks.trial import choose_weight, spare, used_outputs
 from pipetrain.trainer.arguments import Arguments
@@ -107,7 +107,7 @@ def _with_whole_numbers(reader: Any, inputs: ValueSpec, size: Size, guard: Colle
             if first := reader and reader.first():
                 known[number].copy_(as_tuple(first[0])[number][: len(known[number])])
             with guard():
-                guard.groups.copy_from_first("the first batch", known[number])
+                guard.groups.broadcast_tensor("the first batch", known[number])
     return replace(inputs, known=known)
 
 
@@ -129,7 +129,7 @@ def _plan(
             read = partial(read_profile, settings.profile, conditions)
             profile = Profile.from_json(guard.on_first("the profile", lambda: read().to_json()))
         else:
-            measured = groups, settings, conditions, twin_of(network), request.optimizer
+            measured = groups, settings, conditions, copy_to_measure(network), request.optimizer
             profile = guard()(partial(measure, *measured))
 
     def uses(outputs: ValueSpec) -> Sequence[bool]:

@@ -33,14 +33,14 @@ from pipetrain.runtime.comm.collective_guard import (
     CollectiveGuard,
     broadcast_from_rank0,
     compare_ranks,
-    conditions,
+    values_to_compare,
 )
 from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.device import choose_device
 from pipetrain.runtime.loader_feed import LoaderBatches
 from pipetrain.runtime.microbatch_feed import Batches
-from pipetrain.runtime.sample_index_feed import NumberedBatches
+from pipetrain.runtime.sample_index_feed import SampleIndexBatches
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.runtime.stage.stage_factory import make_stages
@@ -138,7 +138,7 @@ class Training:
             self.whole.restore_stages()
             restore(source, self.begun, self.groups)
         else:
-            self.whole.begin_with(weights_of(source, self.request.model))
+            self.whole.set_initial_values(weights_of(source, self.request.model))
             self._source = source
 
     def begin_by_number(self, train: Sampled, test: Sampled) -> None:
@@ -164,7 +164,7 @@ class Training:
         """
         self.refuse_ended()
         if isinstance(source, Sampled):
-            return NumberedBatches(source, self.request.task, self.groups, self.begun.plan, epoch, done)
+            return SampleIndexBatches(source, self.request.task, self.groups, self.begun.plan, epoch, done)
         form = self._form
         if form is not None and not labelled:
             form = replace(form, targets=ValueSpec((TensorSpec((), torch.float32),)))
@@ -244,8 +244,8 @@ def connect(draft: Draft) -> ProcessGroups:
     world, settings, decides = World.current(), draft.settings, draft.policy is not None
     how = choose_device(world.local_rank, settings.device), None, settings.timeout, decides
     groups = ProcessGroups(world, draft.placement, [], *how)
-    if (groups.obstacle or groups.staged) and world.size > 1 and not world.rank:
-        why = groups.obstacle or f"{settings.schedule} decides its order as it runs"
+    if (groups.nccl_obstacle or groups.staged) and world.size > 1 and not world.rank:
+        why = groups.nccl_obstacle or f"{settings.schedule} decides its order as it runs"
         log.warning("pipetrain: %s, so messages go through host memory over gloo", why)
     return groups
 
@@ -259,7 +259,7 @@ def share_model(
     """
     model, draft = request.model, request.draft
     drawn = {"how the model's factory makes its parameters": record.digest} if record else {}
-    given = conditions(draft.settings, request.made, draft.program, request.rate)
+    given = values_to_compare(draft.settings, request.made, draft.program, request.rate)
     compare_ranks(groups, "the settings", given | drawn)
     if draft.settings.replicas != AUTO:  # whose links are those of the plan
         groups.open(links(edges(draft.program), draft.placement))

@@ -249,7 +249,7 @@ class Windows:
         with self._guard():
             with self._session.engine.deadline.waiting():
                 losses = last.counts.take_losses() if reports and last else []
-            rates = self._session.take_rates() if reports else []
+            rates = self._session.take_learning_rates() if reports else []
             request = self._requests.take() if reports and self._requests else ""
             mine = [_as_json(windows), failure_of(error), losses, rates, request]
             words = self._groups.gather(f"the next window of {cursor.of.what}", mine)
@@ -267,7 +267,7 @@ class Windows:
             mine = [_as_json(windows), failure_of(error)]
             what = f"the next window of {cursor.of.what}"
             refused = any(self._too_small(cursor.of, sizes) for sizes in windows or ())
-            sizes, failure = self._groups.announce(what, mine, ends=refused or not windows)
+            sizes, failure = self._groups.broadcast_nowait(what, mine, ends=refused or not windows)
         return WindowWord(_from_json(sizes), failure, error, [], [], "")
 
     def _read(self, cursor: _Cursor) -> tuple[list[list[Size]] | None, Exception | None]:

@@ -29,7 +29,7 @@ from pipetrain.runtime.action_order import order_of
 from pipetrain.runtime.comm.channel import Channel
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.engine_factory import make_engine
-from pipetrain.runtime.microbatch_feed import Repeated, Target
+from pipetrain.runtime.microbatch_feed import RepeatedFeed, Target
 from pipetrain.runtime.stage.stage_factory import make_stages
 from pipetrain.schedule import timeline
 
@@ -163,8 +163,8 @@ def _turn(groups: ProcessGroups, contestant: Contestant) -> float:
     return seconds
 
 
-class BatchFeed(Repeated):
-    """The same batch again and again, from memory, in the plan's layout; `copies`: see Repeated."""
+class BatchFeed(RepeatedFeed):
+    """The same batch again and again, from memory, in the plan's layout; `copies`: see RepeatedFeed."""
 
     def __init__(self, job: Job, device: torch.device, copies: bool = False) -> None:
         inputs = job.plan.numerics.arrange(job.samples.to(device)).chunk(job.microbatches)

@@ -151,7 +151,7 @@ def on_the_host(norm: Any) -> Any:
 
 def rebound(reduce: Any) -> Any:
     def rebind(self: FixedStore) -> None:
-        self._graded = set(self._graded)  # a rehearsal puts the old one back
+        self._with_gradient = set(self._with_gradient)  # a rehearsal puts the old one back
         reduce(self)
 
     return rebind
@@ -159,7 +159,7 @@ def rebound(reduce: Any) -> Any:
 
 def early(check: Any) -> Any:
     def look(self: StopOnNaN, wait: bool) -> None:
-        for *_, arrived in self._coming:
+        for *_, arrived in self._arriving:
             arrived.query = lambda: True
             arrived.synchronize = lambda: None
         check(self, wait)
@@ -185,7 +185,7 @@ def unpinned(moved: Any) -> Any:
 def one_slot(capture: Any) -> Any:
     def share(self: GraphedStage, slots: int, *arguments: Any) -> str:
         why: str = capture(self, slots, *arguments)
-        self._free = [0] * slots
+        self._free_slots = [0] * slots
         return why
 
     return share
@@ -223,7 +223,7 @@ def on_another_stream(wait: Any) -> Any:
         host.copy_(numbers, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record(torch.cuda.Stream())
-        self._coming.append((look, host, arrived))
+        self._arriving.append((look, host, arrived))
 
     return record
 
@@ -324,7 +324,7 @@ FAULTS = {
     ),
     "inputs are copied from memory that is not pinned": Fault(
         WindowFeed,
-        "_moved",
+        "_to_device",
         unpinned,
         case("1f1b", *EVEN),
         "a copy to the device of .*runtime/microbatch_feed",
@@ -338,7 +338,7 @@ FAULTS = {
     ),
     "one buffer is sent for all microbatches": Fault(
         Stage,
-        "_handed_on",
+        "_outputs_to_send",
         one_buffer_for_all,
         case("gpipe", *EVEN),
         "written while it is sent",
@@ -392,8 +392,8 @@ FAULTS = {
     ),
     "a rehearsal trains": Fault(
         rehearsal,
-        "put_back",
-        lambda put_back: nothing_put_back,
+        "state_restored",
+        lambda state_restored: nothing_put_back,
         case("1f1b", *EVEN),
         r"== \[\]",
     ),
@@ -462,7 +462,7 @@ FAULTS = {
     ),
     "an event is recorded on another stream": Fault(
         StopOnNaN,
-        "_await",
+        "_read_later",
         on_another_stream,
         case("1f1b", *EVEN),
         "before the event of its copy has passed",
@@ -476,7 +476,7 @@ FAULTS = {
     ),
     "one pinned buffer is copied from for all microbatches": Fault(
         WindowFeed,
-        "_moved",
+        "_to_device",
         staged,
         case("1f1b", *EVEN),
         "before the event of its copy has passed",

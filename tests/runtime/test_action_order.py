@@ -30,7 +30,7 @@ def test_a_window_ends_before_a_batch_of_which_no_receive_is_posted(rank):
         said.append((batches, begun))
         return batches == 3
 
-    mail = SimpleNamespace(forget=forgotten.append)
+    mail = SimpleNamespace(truncate=forgotten.append)
     actions = lower(gpipe(3, 4, 2))[rank]
     order = Order(actions, here, 4, 2, ends, stop_points_in(actions, 2, ahead=1))
     seen = [(action, len(said)) for action in order.actions(mail, lambda: None)]
@@ -55,7 +55,7 @@ def test_receives_are_posted_before_they_are_due_and_none_of_a_batch_that_is_lef
     def post(one: Action | Sum) -> None:
         (sums if isinstance(one, Sum) else posted).append(one)
 
-    mail = SimpleNamespace(forget=forget, post=post)
+    mail = SimpleNamespace(truncate=forget, post=post)
     points = stop_points_in(program[rank], 4, posts.ahead)
     order = Order(program[rank], here, 4, 4, lambda n, _: n >= ending, points, posts.by_rank[rank])
     for action in order.actions(mail, lambda: None):

@@ -24,7 +24,7 @@ def test_means_are_weighted_by_samples_and_counters_add_up() -> None:
     replicas = []
     for _ in range(2):
         groups: Any = SimpleNamespace(
-            placement=[(0, 1)], add_up=lambda tie, numbers: told.append(numbers) or numbers
+            placement=[(0, 1)], sum_over_ranks=lambda tie, numbers: told.append(numbers) or numbers
         )
         module = Kept()
         stages: Any = {0: SimpleNamespace(module=module, observers=[])}
@@ -39,7 +39,7 @@ def test_means_are_weighted_by_samples_and_counters_add_up() -> None:
         module.count.fill_(5)
         leveller.before_window()
         module.count += 1  # is what the sum below says instead
-        groups.add_up = lambda tie, numbers: sum(told[:2])
+        groups.sum_over_ranks = lambda tie, numbers: sum(told[:2])
         leveller.average()
         torch.testing.assert_close(module.mean, torch.tensor([1.75, 17.5]))
         assert (int(module.count), bool(module.flag)) == (8, True)
@@ -53,7 +53,7 @@ def test_a_replica_without_samples_does_not_make_an_infinity_nan() -> None:
     """As a mask has them. A short window may have fewer microbatches than replicas."""
     told: list[Tensor] = []
     groups: Any = SimpleNamespace(
-        placement=[(0, 1)], add_up=lambda tie, numbers: told.append(numbers) or numbers
+        placement=[(0, 1)], sum_over_ranks=lambda tie, numbers: told.append(numbers) or numbers
     )
     module = Kept()
     module.mean.fill_(-torch.inf)

@@ -27,7 +27,7 @@ class Device:
         self.marked = 0  # events
         self.told: list[object] = []  # to the deadline
         deadline = SimpleNamespace(begin=partial(self.told.append, "begun"), mark=self.told.append)
-        self.channel = SimpleNamespace(ordered=True, waited=0.0, carried=0, deadline=deadline)
+        self.channel = SimpleNamespace(ordered=True, waited=0.0, transferred_bytes=0, deadline=deadline)
 
     def compute(self, seconds: float) -> None:
         self.stream = max(self.host, self.stream) + seconds
@@ -78,7 +78,7 @@ def test_windows_follow_each_other_without_a_wait_of_the_host_and_messages_of_th
     for works in ([(FORWARD, 2.0), (RECEIVE, 3.0), (BACKWARD, 1.0)], [(FORWARD, 1.0)]):
         watch = Stopwatch(device.clock, device.channel)
         for action, seconds in works:
-            device.channel.carried += 100 * (action is RECEIVE)
+            device.channel.transferred_bytes += 100 * (action is RECEIVE)
             measured(watch, action, lambda seconds=seconds: device.compute(seconds))
         unread.append(watch.row())
     assert device.host == pytest.approx(50.004)  # the host did not wait
@@ -114,12 +114,14 @@ def test_a_wait_of_the_host_counts_from_when_the_device_has_nothing_left_to_do(d
 
 
 def test_a_policy_s_wait_is_a_span_of_its_own_and_lasts_until_the_next_start():
-    channel = SimpleNamespace(ordered=False, waited=0.0, coded=0.0, carried=0, deadline=Deadline(60))
+    channel = SimpleNamespace(
+        ordered=False, waited=0.0, coded=0.0, transferred_bytes=0, deadline=Deadline(60)
+    )
     watch = Stopwatch(Clock(torch.device("cpu")), channel, lambda: channel.coded)
     watch.start(None)
     channel.waited = 1.0
     watch.start(RECEIVE)
-    channel.waited, channel.coded, channel.carried = 1.5, 0.25, 100
+    channel.waited, channel.coded, channel.transferred_bytes = 1.5, 0.25, 100
     watch.stop()
     measured(watch, FORWARD, lambda: None)
     watch.start(None)

@@ -84,7 +84,7 @@ def test_each_rank_has_the_microbatches_that_it_runs_and_their_shares_of_the_bat
     groups, first = ProcessGroups(), [0, 1, 0]
     labels = [[7, -100, 2, 5], [-100, 1, 3, 4]]
     feeds = [groups.feed(rank, labels, 3, first * 2, last * 2) for rank in range(4)]
-    feeds[0].deal(5)
+    feeds[0].send_up_to(5)
     inputs = [[107, 0], [102], [105], [0, 101], [103], [104]]
     pieces = [part for batch in labels for part in (batch[:2], batch[2:3], batch[3:])]
     for mb, (piece, values) in enumerate(zip(pieces, inputs, strict=True)):
@@ -105,7 +105,7 @@ def test_what_another_rank_sends_is_not_awaited_before_it_is_needed():
     groups = ProcessGroups()
     feed = groups.feed(1, [[1], [2]], 1, [1, 1], [0, 0])
     groups.posted[1, 0].append(torch.ones(1, 1))
-    feed.prepare()
+    feed.prefetch()
     assert len(groups.posted[1, 0]) == 1
     feed.input(0)
     assert groups.expected == [(1, 1)]
@@ -116,7 +116,7 @@ def test_a_rank_that_reads_to_its_next_microbatch_sends_all_batches_before_it():
     groups = ProcessGroups()
     feed = groups.feed(0, [[1], [2], [3], [4], [5]], 1, [0, 1, 0, 1, 1], None)
     assert [given(feed, 0), len(groups.posted[1, 0])] == [[101], 0]
-    feed.deal(1)
+    feed.send_up_to(1)
     assert len(groups.posted[1, 0]) == 1  # which may be needed before this rank's next one
     assert [given(feed, 2), len(groups.posted[1, 0])] == [[103], 1]
     feed.finish(4)

@@ -74,9 +74,9 @@ def test_of_what_a_window_leaves_out_nothing_is_read_ahead():
     inputs = iter(torch.arange(4.0).split(1))
     window = feed(inputs)
     assert window.input(0)[0].tolist() == [0]
-    window.forget(2)
+    window.truncate(2)
     assert window.input(1)[0].tolist() == [1]
-    window.prepare()
+    window.prefetch()
     assert next(inputs).tolist() == [2]
 
 
@@ -84,9 +84,9 @@ def test_two_windows_share_one_iterator_and_neither_takes_ahead_what_is_the_othe
     inputs = iter(torch.arange(4.0).split(1))
     first, second = (feed(inputs, sizes=[batch]) for batch in SIZES)
     seen = [first.input(0)]
-    first.prepare()
-    first.prepare()
+    first.prefetch()
+    first.prefetch()
     seen.append(first.input(1))
-    first.prepare()
+    first.prefetch()
     seen += [second.input(mb) for mb in range(2)]
     assert [tensor.item() for (tensor,) in seen] == [0, 1, 2, 3]

@@ -24,7 +24,7 @@ from pipetrain.plan.cost_estimate import estimate
 from pipetrain.plan.costs import SECONDS, LayerTime, Profile, profile_conditions
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime import clock, profile
-from pipetrain.runtime.profile import LARGE, SMALL, line, measure, measure_layers
+from pipetrain.runtime.profile import LARGE_BYTES, SMALL_BYTES, latency_and_byte_time, measure, measure_layers
 from pipetrain.runtime.stage import split_backward as split
 from pipetrain.runtime.stage import stage as stage_module
 from pipetrain.runtime.stage.parameter_store import OptimizerFactory
@@ -133,7 +133,7 @@ def test_what_interrupts_now_one_layer_and_then_another_is_in_the_sum_of_their_t
     """Medians are shares of the mean pass, so that no layer is taken for one that is slow."""
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: SetClock.now))
     monkeypatch.setattr(profile, "ENOUGH_S", 0.0)
-    monkeypatch.setattr(profile, "REPEATS", profile.WARM_UP + 4)
+    monkeypatch.setattr(profile, "MIN_WINDOWS", profile.WARMUP_WINDOWS + 4)
     *layers, _ = measured(nn.Sequential(*map(Interrupted, (2, 4))), (12,), partial(Steps, lr=0.1))
     assert [layer["forward_s"] for layer in layers] == [2.5, 2.5]  # (4 x 2 + 2 x 6) / 4 = 5
     assert [layer["recorded_s"] for layer in layers] == [1, 1]
@@ -183,10 +183,10 @@ def test_a_gpu_is_measured_by_its_events():
 
 
 def test_the_line_goes_through_both_times():
-    latency_s, s_per_byte = line(2.0, 5.0)
-    assert latency_s + SMALL * s_per_byte == pytest.approx(2.0)
-    assert latency_s + LARGE * s_per_byte == pytest.approx(5.0)
-    assert line(2.0, 1.0) == (2.0, 0.0)  # noise: no message is faster for being larger
+    latency_s, s_per_byte = latency_and_byte_time(2.0, 5.0)
+    assert latency_s + SMALL_BYTES * s_per_byte == pytest.approx(2.0)
+    assert latency_s + LARGE_BYTES * s_per_byte == pytest.approx(5.0)
+    assert latency_and_byte_time(2.0, 1.0) == (2.0, 0.0)  # noise: no message is faster for being larger
 
 
 def test_a_time_is_the_median_of_all_ranks():

@@ -12,7 +12,7 @@ from pipetrain.data.splits import Tensors
 from pipetrain.model.specs import Size
 from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.microbatch_feed import WindowPart
-from pipetrain.runtime.sample_index_feed import NumberedBatches, turns
+from pipetrain.runtime.sample_index_feed import SampleIndexBatches, turns
 from pipetrain.tasks import Classification
 
 
@@ -34,7 +34,7 @@ def test_replicas_read_their_microbatches_of_each_window_and_share_the_batch():
     for rank in range(2):
         groups: Any = SimpleNamespace(world=World(rank, 2), broadcast=lambda what, item, source: [0, 1, 2])
         samples = Sampled(split, sampler.batch_sizes, sampler, 0, 0, 60.0)
-        passes.append(NumberedBatches(samples, task, groups, plan))
+        passes.append(SampleIndexBatches(samples, task, groups, plan))
     assert passes[0].next(None) == [Size(4), Size(4), Size(2)]
     for window in ([0, 1], [2]):
         sizes, first = [Size(sum(map(len, batches[n]))) for n in window], [0, 1] * len(window)
@@ -52,7 +52,7 @@ def test_replicas_read_their_microbatches_of_each_window_and_share_the_batch():
 
 
 def test_microbatches_take_turns_in_each_batch_or_in_each_window():
-    assert turns([3, 3], every=1) == [0, 1, 2, 0, 1, 2]
-    assert turns([2] * 5, every=2) == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
-    assert turns([2] * 3, every=2, done=1) == [0, 1, 0, 1, 2, 3]
-    assert turns([1] * 4, every=None) == [0, 1, 2, 3]
+    assert turns([3, 3], period=1) == [0, 1, 2, 0, 1, 2]
+    assert turns([2] * 5, period=2) == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+    assert turns([2] * 3, period=2, done=1) == [0, 1, 0, 1, 2, 3]
+    assert turns([1] * 4, period=None) == [0, 1, 2, 3]

@@ -240,13 +240,13 @@ class LocalRanks:
         self._barrier.wait(DEADLINE_S)
         return gathered
 
-    def most(self, what: str, mine: int) -> int:
+    def maximum(self, what: str, mine: int) -> int:
         return max(self.gather(what, mine))
 
     def broadcast(self, what: str, item: object = None, source: int = 0) -> object:
         return self.gather(what, item)[source]
 
-    def announce(self, what: str, item: object = None, ends: bool = False) -> object:
+    def broadcast_nowait(self, what: str, item: object = None, ends: bool = False) -> object:
         return self.broadcast(what, item)
 
 
@@ -255,7 +255,7 @@ class LocalLinks(LocalRanks):
 
     def __init__(self, world: World, wire: Wire, barrier: Barrier, board: list[Any]) -> None:
         super().__init__(world, barrier, board)
-        self.device, self.staged, self.sharing = torch.device("cpu"), False, 1
+        self.device, self.staged, self.ranks_on_gpu = torch.device("cpu"), False, 1
         self._wire = wire
         self.placement = wire.placement
         self._adding: LocalChannel | None = None
@@ -263,7 +263,7 @@ class LocalLinks(LocalRanks):
     def channel(self, buffer_size: int, channels_last: bool = False) -> LocalChannel:
         return LocalChannel(self._wire, buffer_size, DEADLINE_S, self.world.rank)
 
-    def add_up(self, tie: Tie, numbers: Tensor) -> Tensor:
+    def sum_over_ranks(self, tie: Tie, numbers: Tensor) -> Tensor:
         channel = self._adding = self._adding or self.channel(1)
         channel.all_reduce(("between windows", *tie), numbers)  # type: ignore[arg-type]
         return channel.reduced(("between windows", *tie))  # type: ignore[arg-type]
@@ -287,10 +287,10 @@ class SavingRanks(LocalRanks):
         barrier, board = Barrier(ranks), [None] * ranks
         return [cls(World(rank, ranks), barrier, board) for rank in range(ranks)]
 
-    def most(self, what: str, mine: int) -> int:
+    def maximum(self, what: str, mine: int) -> int:
         return mine
 
-    def aside(self) -> LocalRanks:
+    def for_thread(self) -> LocalRanks:
         return self
 
 

@@ -110,7 +110,7 @@ def leave_with_references(world: World, store: Store) -> tuple[str, str]:
     groups = ProcessGroups(world, [(0,), (1,)], [((0, 1), (0, 1)), ((1, 0), (1, 0))], CPU, store, DEADLINE_S)
     channel, first = groups.channel(1), world.rank == 0
     channel.expect([_message(0, 4, not first)])
-    groups.announce("the next window") if first else None
+    groups.broadcast_nowait("the next window") if first else None
     referred_to = [list(end.posted) for end in channel._ends.values()], groups._heads.copy(), groups._all
     if first:
         said = (
@@ -120,7 +120,7 @@ def leave_with_references(world: World, store: Store) -> tuple[str, str]:
         store.set("seen", "1")
         groups.abandon("it has lost rank 1")
     else:
-        groups.announce("the next window")
+        groups.broadcast_nowait("the next window")
         groups.abandon("its layer has raised an error")
         store.wait(["seen"])
         said = "", ""

@@ -29,7 +29,7 @@ from pipetrain.records.recorder import Recorder
 from pipetrain.runtime.comm.collective_guard import CollectiveGuard
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.microbatch_feed import Batches
-from pipetrain.runtime.sample_index_feed import NumberedBatches
+from pipetrain.runtime.sample_index_feed import SampleIndexBatches
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage.optimizer_trial import try_optimizer
 from pipetrain.runtime.stage.parameter_store import OptimizerFactory
@@ -121,10 +121,10 @@ class PassesByNumber:
     plan: Plan
 
     def train(self, epoch: int, done: int) -> Batches:
-        return NumberedBatches(self.train_samples, self.task, self.groups, self.plan, epoch, done)
+        return SampleIndexBatches(self.train_samples, self.task, self.groups, self.plan, epoch, done)
 
     def evaluate(self) -> Batches:
-        return NumberedBatches(self.test_samples, self.task, self.groups, self.plan)
+        return SampleIndexBatches(self.test_samples, self.task, self.groups, self.plan)
 
     def random(self, done: int) -> dict[str, Tensor]:
         return {}

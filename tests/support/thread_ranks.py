@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _python_dispatch
 
 from pipetrain.errors import ChannelError
-from pipetrain.runtime.comm.message import Message, failed
+from pipetrain.runtime.comm.message import Message, message_error
 from pipetrain.runtime.comm.transfer_watch import Deadline
 from pipetrain.schedule.actions import Edge, Placement, Tie
 from pipetrain.schedule.lower import Link
@@ -32,7 +32,7 @@ class LocalChannel:
         self._bounds = buffer_size.__getitem__ if isinstance(buffer_size, Mapping) else lambda _: buffer_size
         self._timeout = timeout
         self.waited = 0.0
-        self.carried = 0
+        self.transferred_bytes = 0
         self.deadline = Deadline(timeout)
         self._expected: dict[Link, deque[Message]] = {}
         self._told: Counter[Tie] = Counter()
@@ -53,7 +53,7 @@ class LocalChannel:
             wire.queues[edge].append((message, tuple(tensors)))  # copied later, as by a real channel
             wire.sent[edge] += 1
             wire.changed.notify_all()
-        self.carried += message.nbytes
+        self.transferred_bytes += message.nbytes
 
     def post(self, message: Message) -> None:
         """Receives are posted ahead."""
@@ -68,10 +68,10 @@ class LocalChannel:
             wire.taken[edge] += 1
             wire.posted[edge] = wire.taken[edge] + min(self._bounds(edge[0]), len(self._expected[edge]))
             wire.changed.notify_all()
-        self.carried += message.nbytes
+        self.transferred_bytes += message.nbytes
         return tuple(t.clone() for t in tensors)
 
-    def forget(self, mb: int) -> None:
+    def truncate(self, mb: int) -> None:
         wire = self._wire
         with wire.changed:
             for edge, expected in self._expected.items():
@@ -125,7 +125,7 @@ class LocalChannel:
     ) -> None:
         start = time.monotonic()
         if not self._wire.changed.wait_for(ready, self._timeout):
-            raise failed(receives, sends, self._timeout, "")
+            raise message_error(receives, sends, self._timeout, "")
         self.waited += time.monotonic() - start
 
 

@@ -89,7 +89,7 @@ class Fake:
         losses, self._losses = self._losses, []
         return losses
 
-    def take_rates(self) -> list[float]:
+    def take_learning_rates(self) -> list[float]:
         """The rates of the updates, which another rank knows than the one that knows the losses."""
         return [] if self.last else [0.5] * len(self.take_losses())
 

@@ -32,12 +32,12 @@ from torch import Tensor
 
 from pipetrain.errors import ChannelError, cause_of
 from pipetrain.model.specs import TensorSpec
-from pipetrain.runtime.comm.message import Failed, Message, failed, failed_sum
-from pipetrain.runtime.comm.transfer_watch import Deadline, Watch
+from pipetrain.runtime.comm.message import ErrorOf, Message, message_error, sum_error
+from pipetrain.runtime.comm.transfer_watch import Deadline, TransferWatch
 from pipetrain.schedule.actions import Edge, Tie
 from pipetrain.schedule.lower import Link
 
-NOT_OF_NCCL = {
+NOT_IN_NCCL = {
     torch.int16,
     torch.uint16,
     torch.uint32,
@@ -100,25 +100,25 @@ class Channel:
         self._device = device
         self._staged = staged
         self._channels_last = channels_last
-        self._place = torch.device("cpu") if staged else device  # of messages
+        self._wire_device = torch.device("cpu") if staged else device  # of messages
         self.ordered = device.type == "cuda" and not staged
         """Whether the device's stream waits for messages, not the host."""
         self.waited = 0.0
         """Seconds blocked so far, waiting for other ranks."""
-        self.carried = 0
+        self.transferred_bytes = 0
         """Bytes sent and received so far, as on the wire."""
         self.deadline = deadline or Deadline(timeout)
         """For what the stream waits for."""
-        self._watch: Watch | None = None
+        self._watch: TransferWatch | None = None
         # Sums that are not yet returned, each with its work once begun, and whether it is early.
         self._pending: defaultdict[Tie, deque[tuple[Tensor, list[dist.Work], bool]]] = defaultdict(deque)
-        self._open: set[Tie] = set()  # their early sums begin at once
+        self._early_started: set[Tie] = set()  # their early sums begin at once
 
     def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
         """Announce the receives until the next drain, in order; `watched` if `arrived` or `wait` is used."""
         if watched:
             assert not self.ordered, "a stream's messages do not say whether they have arrived"
-            self._watch = Watch(self._ends)
+            self._watch = TransferWatch(self._ends)
         for message in messages:
             self._ends[message.link].to_post.append(message)
         for end in self._ends.values():
@@ -131,7 +131,7 @@ class Channel:
         while len(end.sent) >= end.bound * (2 if self.ordered else 1):
             self._wait(end.sent.popleft())
         end.sent.append(self._start(message, True, [self._to_wire(t) for t in tensors]))
-        self.carried += message.nbytes
+        self.transferred_bytes += message.nbytes
 
     def post(self, message: Message) -> None:
         """Post the receive of this message, the next of its edge, unless it is posted ahead anyway."""
@@ -144,14 +144,14 @@ class Channel:
         end = self._ends[message.link]
         # The receive is usually posted already; afterwards there is room to post a later one.
         self._post(end, 1)
-        transfer = self._next(message)
+        transfer = self._next_receive(message)
         end.posted.popleft()
         self._wait(transfer)
-        self.carried += message.nbytes
+        self.transferred_bytes += message.nbytes
         self._post(end)
         return tuple(self._from_wire(t) for t in transfer.tensors)
 
-    def forget(self, mb: int) -> None:
+    def truncate(self, mb: int) -> None:
         """Cancel the receives of microbatches from `mb` on; none of these may be posted."""
         for end in self._ends.values():
             end.to_post = deque(message for message in end.to_post if message.mb < mb)
@@ -162,8 +162,10 @@ class Channel:
         for end in self._ends.values():
             while end.sent:
                 self._wait(end.sent.popleft())
-            left = [message.name for message in (*(one.message for one in end.posted), *end.to_post)]
-            assert not left, f"never received: {left}"
+            unreceived = [
+                message.name for message in (*(transfer.message for transfer in end.posted), *end.to_post)
+            ]
+            assert not unreceived, f"never received: {unreceived}"
         if self._watch:
             self._watch.close()
             self._watch = None
@@ -172,7 +174,7 @@ class Channel:
 
     def arrived(self, message: Message) -> bool:
         """Return whether `recv` of this message, the next of its edge, would not wait."""
-        return self._next(message).finished
+        return self._next_receive(message).finished
 
     def room(self, message: Message) -> bool:
         end = self._ends[message.link]
@@ -183,9 +185,9 @@ class Channel:
     def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
         """Wait until one of `receives` has arrived, or there is room for one of `sends`."""
         if not any(map(self.room, sends)):
-            transfers = [self._next(message) for message in receives]
+            transfers = [self._next_receive(message) for message in receives]
             transfers += [self._ends[message.link].sent[0] for message in sends]  # they finish in order
-            self._waiting(partial(failed, receives, sends, self._timeout), self._await_any, transfers)
+            self._timed(partial(message_error, receives, sends, self._timeout), self._await_any, transfers)
 
     # Sums over ranks
 
@@ -195,9 +197,9 @@ class Channel:
         `early`: they are the first of several parts, see `begin`.
         """
         if not early:
-            self._open.discard(tie)
-        self._pending[tie].append((numbers.to(self._place, non_blocking=self.ordered), [], early))
-        if not self.ordered or tie in self._open:
+            self._early_started.discard(tie)
+        self._pending[tie].append((numbers.to(self._wire_device, non_blocking=self.ordered), [], early))
+        if not self.ordered or tie in self._early_started:
             self.begin(tie)
 
     def begin(self, tie: Tie, early: bool = False) -> None:
@@ -206,10 +208,10 @@ class Channel:
         `early`: start only early ones, and later early ones at once.
         """
         if early:
-            self._open.add(tie)
+            self._early_started.add(tie)
         for numbers, works, first in self._pending[tie]:
             if not works:
-                works.append(self._add_up(numbers, self._sums[tie]))
+                works.append(self._start_sum(numbers, self._sums[tie]))
                 if not first:
                     return
 
@@ -218,14 +220,16 @@ class Channel:
         if not self._pending[tie][0][1]:
             self.begin(tie)
         numbers, works, _ = self._pending[tie].popleft()
-        error = partial(failed_sum, tie, self._sums[tie], self._timeout)
-        self._waiting(error, self._complete, works, error)
+        error = partial(sum_error, tie, self._sums[tie], self._timeout)
+        self._timed(error, self._complete, works, error)
         return numbers.to(self._device, non_blocking=True)
 
     def buffers(self) -> Iterator[tuple[Sequence[int], Tensor]]:
         """Yield the tensors of messages and sums, with the stages between which they are sent."""
         for (edge, _), end in self._ends.items():
-            yield from ((edge, tensor) for one in (*end.posted, *end.sent) for tensor in one.tensors)
+            yield from (
+                (edge, tensor) for transfer in (*end.posted, *end.sent) for tensor in transfer.tensors
+            )
         for tie, pending in self._pending.items():
             yield from ((tie, numbers) for numbers, *_ in pending if tie)
 
@@ -244,27 +248,27 @@ class Channel:
             end.posted.append(self._start(message, False, [self._empty(spec) for spec in message.specs]))
 
     def _start(self, message: Message, sending: bool, tensors: list[Tensor]) -> _Transfer:
-        works = self._waiting(self._failed(message, sending), self._begin_all, message, tensors, sending)
+        works = self._timed(self._error_of(message, sending), self._start_all, message, tensors, sending)
         watched = self._watch.add(message.link, works) if self._watch else None
         return _Transfer(message, sending, tensors, works, watched)
 
-    def _begin_all(self, message: Message, tensors: list[Tensor], sending: bool) -> list[dist.Work]:
-        return [self._begin(message, tensor, sending) for tensor in tensors]
+    def _start_all(self, message: Message, tensors: list[Tensor], sending: bool) -> list[dist.Work]:
+        return [self._start_one(message, tensor, sending) for tensor in tensors]
 
-    def _begin(self, message: Message, tensor: Tensor, sending: bool) -> dist.Work:
+    def _start_one(self, message: Message, tensor: Tensor, sending: bool) -> dist.Work:
         post, peer = (dist.isend, message.ranks[1]) if sending else (dist.irecv, message.ranks[0])
-        if self.ordered and tensor.dtype in NOT_OF_NCCL:
+        if self.ordered and tensor.dtype in NOT_IN_NCCL:
             tensor = tensor.view(-1).view(torch.uint8)
         work = post(tensor, peer, group=self._ends[message.link].group)
         assert work is not None
         return work
 
-    def _add_up(self, numbers: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    def _start_sum(self, numbers: Tensor, group: dist.ProcessGroup) -> dist.Work:
         work: dist.Work | None = dist.all_reduce(numbers, group=group, async_op=True)
         assert work is not None
         return work
 
-    def _next(self, message: Message) -> _Transfer:
+    def _next_receive(self, message: Message) -> _Transfer:
         """Return the next posted receive of a message's edge, which must be this message's."""
         posted = self._ends[message.link].posted
         assert posted and posted[0].message.mb == message.mb, f"{message.name} is not what was expected next"
@@ -272,21 +276,23 @@ class Channel:
 
     # Waits
 
-    def _failed(self, message: Message, sending: bool) -> Failed:
-        return partial(failed, [] if sending else [message], [message] if sending else [], self._timeout)
+    def _error_of(self, message: Message, sending: bool) -> ErrorOf:
+        return partial(
+            message_error, [] if sending else [message], [message] if sending else [], self._timeout
+        )
 
     def _wait(self, transfer: _Transfer) -> None:
-        error = self._failed(transfer.message, transfer.sending)
-        self._waiting(error, self._finish, transfer, error)
+        error = self._error_of(transfer.message, transfer.sending)
+        self._timed(error, self._finish, transfer, error)
 
-    def _finish(self, transfer: _Transfer, failed: Failed) -> None:
+    def _finish(self, transfer: _Transfer, error_of: ErrorOf) -> None:
         if transfer.watched:
             self._await_any([transfer])
             transfer.watched.result()
         else:
-            self._complete(transfer.works, failed)
+            self._complete(transfer.works, error_of)
 
-    def _waiting(self, failed: Failed, run: Callable[..., Any], *arguments: Any) -> Any:
+    def _timed(self, error_of: ErrorOf, run: Callable[..., Any], *arguments: Any) -> Any:
         """Run something that may wait, add its time to `waited`, and raise the error that names it."""
         start = time.monotonic()
         try:
@@ -295,8 +301,8 @@ class Channel:
             raise
         except (RuntimeError, TimeoutError) as error:
             self.deadline.check()
-            over = time.monotonic() - start >= self._timeout
-            raise failed("" if over else cause_of(error)) from error
+            expired = time.monotonic() - start >= self._timeout
+            raise error_of("" if expired else cause_of(error)) from error
         finally:
             self.waited += time.monotonic() - start
 
@@ -306,7 +312,7 @@ class Channel:
         if not wait(watched, self._timeout, FIRST_COMPLETED).done:
             raise TimeoutError
 
-    def _complete(self, works: Sequence[dist.Work], failed: Failed) -> None:
+    def _complete(self, works: Sequence[dist.Work], error_of: ErrorOf) -> None:
         """Let the host wait or, over NCCL, the stream."""
         limit, end = _at_least(self._timeout), time.monotonic() + self._timeout
         self.deadline.check()
@@ -315,7 +321,7 @@ class Channel:
             if len(works) > 1:
                 limit = _at_least(end - time.monotonic())
         if self.ordered:
-            self.deadline.add(failed)
+            self.deadline.add(error_of)
 
     # Both backends need contiguous tensors: a channels-last tensor is sent as its contiguous NHWC view.
 
@@ -333,7 +339,7 @@ class Channel:
             shape = (shape[0], *shape[2:], shape[1])
         if self._staged:
             return torch.empty(shape, dtype=spec.dtype, pin_memory=True)
-        return torch.empty(shape, dtype=spec.dtype, device=self._place)
+        return torch.empty(shape, dtype=spec.dtype, device=self._wire_device)
 
     def _from_wire(self, tensor: Tensor) -> Tensor:
         if self._staged:

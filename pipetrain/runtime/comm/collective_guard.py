@@ -68,7 +68,7 @@ class CollectiveGuard:
 
     def on_all(self, what: str, make: Callable[[], Any]) -> Any:
         """Return the result of `make` on each rank, or raise its error on all; one rank prints it."""
-        made, error = attempt(make)
+        result, error = attempt(make)
         if error is not None and self.stopped:
             raise error  # of a collective call
         try:
@@ -82,7 +82,7 @@ class CollectiveGuard:
                 if isinstance(error, EXPECTED) and rank != self.groups.world.rank:
                     error = unsaid(error)
                 raise_failure(error, failure, rank)
-        return made
+        return result
 
     def abandon(self, error: BaseException | None) -> None:
         """Leave the other ranks, which may not call `close`, after an error of the program."""
@@ -127,14 +127,14 @@ def raise_failure(error: Exception | None, failure: Failure | None, rank: int) -
         raise unsaid((ConfigError if refused else TrainingStopped)(f"rank {rank} stopped: {text}"))
 
 
-def conditions(
+def values_to_compare(
     settings: Settings, optimizer: Optimizer, program: Program, rate: LearningRate
 ) -> dict[str, Any]:
     """Return what must be equal on all ranks: settings, program, rates, the optimizer with its options."""
     values: dict[str, Any] = {"optimizer": title(optimizer)}
     for number, group in enumerate(optimizer.param_groups):
-        of = f"optimizer.{number}" if number else "optimizer"
-        values |= {f"{of}.{key}": value for key, value in group.items() if key != "params"}
+        prefix = f"optimizer.{number}" if number else "optimizer"
+        values |= {f"{prefix}.{key}": value for key, value in group.items() if key != "params"}
     with suppress(Exception):  # a user's function may not reach these updates
         for update in COMPARED_UPDATES:
             if rate.fraction is not None:
@@ -147,12 +147,12 @@ def digest(program: Program) -> int:
     return zlib.crc32(format_program(program).encode())
 
 
-def compare_ranks(ranks: Ranks, what: str, mine: Mapping[str, Any]) -> None:
+def compare_ranks(ranks: Ranks, purpose: str, local: Mapping[str, Any]) -> None:
     """Refuse ranks with different values under a name. Raises Refused, on all of them."""
-    first, *others = ranks.gather(what, {key: json.dumps(v, default=_in_words) for key, v in mine.items()})
-    for rank, theirs in enumerate(others, start=1):
-        for name in first | theirs:
-            expected, other = (texts.get(name, "nothing") for texts in (first, theirs))
+    first, *rest = ranks.gather(purpose, {key: json.dumps(v, default=_as_json) for key, v in local.items()})
+    for rank, other_values in enumerate(rest, start=1):
+        for name in first | other_values:
+            expected, other = (texts.get(name, "nothing") for texts in (first, other_values))
             if expected != other:
                 refusal = Refused(
                     f"rank {rank} has {name}={other}, and rank 0 has {expected}: give all ranks the same "
@@ -161,7 +161,7 @@ def compare_ranks(ranks: Ranks, what: str, mine: Mapping[str, Any]) -> None:
                 raise of_all(refusal, ranks.world.rank)
 
 
-def _in_words(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor | np.generic) else type(value).__name__
 
 
@@ -171,8 +171,8 @@ def broadcast_from_rank0(groups: Ranks, what: str, tensors: Mapping[str, Tensor]
     Raises ConfigError, on all ranks, if names or forms differ.
     """
     compare_ranks(groups, what, {f"tensor {name}": str(specs_of([t])[0]) for name, t in tensors.items()})
-    own = [t.data for t in tensors.values() if t.device.type == "cpu"]
-    checksums = groups.gather(what, [zlib.crc32(bytes_of(t).numpy().data) for t in own])
-    for tensor, *sums in zip(own, *checksums, strict=True):
+    on_cpu = [t.data for t in tensors.values() if t.device.type == "cpu"]
+    checksums = groups.gather(what, [zlib.crc32(bytes_of(t).numpy().data) for t in on_cpu])
+    for tensor, *sums in zip(on_cpu, *checksums, strict=True):
         if len(set(sums)) > 1:
-            groups.copy_from_first(what, tensor)
+            groups.broadcast_tensor(what, tensor)

@@ -24,14 +24,14 @@ from torch import Tensor
 from pipetrain.errors import ChannelError, Refused, cause_of, of_all
 from pipetrain.model.specs import TensorSpec, bytes_of
 
-HEAD = 504  # bytes of a text in its first message
-LAST_WORD_S = 2.0  # for a rank to receive which other one is lost
-ENDED = json.dumps(["close() or the end of its program", None])  # a rank's last text
-ROUNDS = 32  # round trips to compare two clocks
+HEAD_BYTES = 504  # bytes of a text in its first message
+ERROR_SEND_S = 2.0  # for a rank to receive which other one is lost
+END_TEXT = json.dumps(["close() or the end of its program", None])  # a rank's last text
+CLOCK_ROUND_TRIPS = 32  # round trips to compare two clocks
 _Sent = tuple[Any, Any]  # a work to wait for, and what must live until then
-_WORDS, _TENSORS = 2**30, 2**30 + 1  # tags; monitored_barrier of gloo counts small ones
-_ASIDE = 2**29  # and more
-LONG_S = 30 * 86400.0  # for a rank whose end would be noticed
+_TEXT_TAG, _TENSOR_TAG = 2**30, 2**30 + 1  # tags; monitored_barrier of gloo counts small ones
+_THREAD_TAG = 2**29  # and more
+UNLIMITED_S = 30 * 86400.0  # for a rank whose end would be noticed
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,125 +57,125 @@ class World:
 class Ranks:
     """All ranks of a run, over gloo. `timeout`: seconds that a wait for other ranks may take.
 
-    The methods raise ChannelError if another rank does not arrive, or is lost. `beside`: see `aside`.
+    The methods raise ChannelError if another rank does not arrive, or is lost. `beside`: see `for_thread`.
     """
 
-    def __init__(self, world: World, timeout: float, group: Any = None, beside: int = 0) -> None:
+    def __init__(self, world: World, timeout: float, group: Any = None, thread: int = 0) -> None:
         self.world = world
         self._timeout = timeout
-        self._all = group
-        self._beside, self._asides = beside, 0
-        self._tag = _ASIDE + beside if beside else _WORDS
-        self._limit_s = LONG_S if beside else None  # for a text; None: the group's limit
+        self._gloo = group
+        self._thread, self._thread_count = thread, 0
+        self._tag = _THREAD_TAG + thread if thread else _TEXT_TAG
+        self._limit_s = UNLIMITED_S if thread else None  # for a text; None: the group's limit
         self._heads: dict[int, tuple[Any, bytearray]] = {}  # a posted receive for each rank's next text
-        self._announced: list[_Sent] = []  # still to be waited for
+        self._unwaited_sends: list[_Sent] = []  # still to be waited for
 
-    def aside(self) -> Ranks:
+    def for_thread(self) -> Ranks:
         """Return the ranks for another thread, which may wait as long as they live. All ranks call it."""
-        self._asides += 1
-        return Ranks(self.world, self._timeout, self._all, self._asides)
+        self._thread_count += 1
+        return Ranks(self.world, self._timeout, self._gloo, self._thread_count)
 
-    def gather(self, what: str, item: Any) -> list[Any]:
+    def gather(self, purpose: str, item: Any) -> list[Any]:
         """Return each rank's `item` in JSON's types: lists for tuples, keys that are strings.
 
         All ranks send to rank 0, which sends to all: a collective of gloo takes several times as long.
         """
-        text = json.dumps([what, item])
+        text = json.dumps([purpose, item])
         if self.world.size == 1:
             return [json.loads(text)[1]]
         if self.world.rank:
-            with self._trying(f"exchange {what} with rank 0"):
+            with self._naming_errors(f"exchange {purpose} with rank 0"):
                 sent = self._post_text(text, 0)
-                texts = json.loads(self._take_text(0))
+                texts = json.loads(self._receive_text(0))
                 _wait_for(sent, self._limit_s)
             if isinstance(texts, str):  # rank 0's error about a lost rank
                 raise ChannelError(texts)
         else:
-            texts = [text, *(self._receive(what, rank) for rank in range(1, self.world.size))]
-            there = [rank for rank, text in enumerate(texts) if rank and text != ENDED]
-            with self._trying(f"tell the others {what}"):
-                _wait_for(self._post_to(there, json.dumps(texts)), self._limit_s)
-        return self._items(what, texts, self.world.size)
+            texts = [text, *(self._receive(purpose, rank) for rank in range(1, self.world.size))]
+            listening = [rank for rank, text in enumerate(texts) if rank and text != END_TEXT]
+            with self._naming_errors(f"tell the others {purpose}"):
+                _wait_for(self._post_to(listening, json.dumps(texts)), self._limit_s)
+        return self._checked_items(purpose, texts, self.world.size)
 
-    def _items(self, what: str, texts: Sequence[str], ranks: int) -> list[Any]:
-        """Return the items of the first `ranks` at `what`. Raises ChannelError if one is elsewhere."""
+    def _checked_items(self, purpose: str, texts: Sequence[str], ranks: int) -> list[Any]:
+        """Return the items of the first `ranks` at `purpose`. Raises ChannelError if one is elsewhere."""
         received = [json.loads(text) for text in texts]
-        for rank, (theirs, _) in enumerate(received):
-            if theirs != what or len(texts) != ranks:
+        for rank, (other, _) in enumerate(received):
+            if other != purpose or len(texts) != ranks:
                 raise ChannelError(
-                    f"rank {self.world.rank} waits for {what}, and rank {rank} is at {theirs}: let all ranks "
-                    f"call the same methods in the same order"
+                    f"rank {self.world.rank} waits for {purpose}, and rank {rank} is at {other}: let all "
+                    f"ranks call the same methods in the same order"
                 )
-        return [theirs for _, theirs in received]
+        return [item for _, item in received]
 
-    def _receive(self, what: str, rank: int) -> str:
+    def _receive(self, purpose: str, rank: int) -> str:
         """Return a rank's text; if that rank is lost, send its number to the others."""
         try:
-            with self._trying(f"hear {what} from rank {rank}"):
-                return self._take_text(rank)
+            with self._naming_errors(f"hear {purpose} from rank {rank}"):
+                return self._receive_text(rank)
         except ChannelError as error:
             for other in set(range(1, self.world.size)) - {rank}:
                 with suppress(RuntimeError):  # it is lost too, or does not answer
-                    _wait_for(self._post_text(json.dumps(str(error)), other), LAST_WORD_S)
+                    _wait_for(self._post_text(json.dumps(str(error)), other), ERROR_SEND_S)
             raise
 
     def send_end(self) -> None:
         """Send to the ranks that wait for this one that it leaves without an error."""
         for rank in [0] if self.world.rank else range(1, self.world.size):
             with suppress(Exception):  # it has ended too
-                text = ENDED if self.world.rank else json.dumps([ENDED])
-                _wait_for(self._post_text(text, rank), LAST_WORD_S)
+                text = END_TEXT if self.world.rank else json.dumps([END_TEXT])
+                _wait_for(self._post_text(text, rank), ERROR_SEND_S)
 
     def _post_to(self, ranks: Collection[int], text: str) -> list[_Sent]:
-        return [one for rank in ranks for one in self._post_text(text, rank)]
+        return [work for rank in ranks for work in self._post_text(text, rank)]
 
     def _post_text(self, text: str, rank: int) -> list[_Sent]:
         content = text.encode()
-        head = struct.pack("q", len(content)) + content[:HEAD].ljust(HEAD)
-        parts = [bytearray(part) for part in (head, content[HEAD:]) if part]
+        head = struct.pack("q", len(content)) + content[:HEAD_BYTES].ljust(HEAD_BYTES)
+        parts = [bytearray(part) for part in (head, content[HEAD_BYTES:]) if part]
         tensors = [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
-        return [(dist.isend(tensor, rank, group=self._all, tag=self._tag), tensor) for tensor in tensors]
+        return [(dist.isend(tensor, rank, group=self._gloo, tag=self._tag), tensor) for tensor in tensors]
 
-    def _take_text(self, rank: int) -> str:
+    def _receive_text(self, rank: int) -> str:
         """Wait for a rank's next text, and post the receive of the one after it, which may come early."""
         posted, head = self._heads.pop(rank) if rank in self._heads else self._post_head(rank)
         _wait_for([(posted, head)], self._limit_s)
         (size,) = struct.unpack_from("q", head)
-        rest = bytearray(max(0, size - HEAD))
+        rest = bytearray(max(0, size - HEAD_BYTES))
         if rest:
-            dist.recv(torch.frombuffer(rest, dtype=torch.uint8), rank, group=self._all, tag=self._tag)
-        if not self._beside:
+            dist.recv(torch.frombuffer(rest, dtype=torch.uint8), rank, group=self._gloo, tag=self._tag)
+        if not self._thread:
             with suppress(RuntimeError):  # it was the last text of a rank that has left
                 self._heads[rank] = self._post_head(rank)
         return (head[8:] + rest)[:size].decode()
 
     def _post_head(self, rank: int) -> tuple[Any, bytearray]:
-        head = bytearray(8 + HEAD)
+        head = bytearray(8 + HEAD_BYTES)
         tensor = torch.frombuffer(head, dtype=torch.uint8)
-        return dist.irecv(tensor, rank, group=self._all, tag=self._tag), head
+        return dist.irecv(tensor, rank, group=self._gloo, tag=self._tag), head
 
-    def announce(self, what: str, item: Any = None, ends: bool = False) -> Any:
+    def broadcast_nowait(self, purpose: str, item: Any = None, ends: bool = False) -> Any:
         """Return on every rank the `item` of rank 0, which continues without waiting for the others.
 
         `ends`: rank 0 waits until they have it, as it may leave them afterwards.
         """
-        texts = [json.dumps([what, item])]
+        texts = [json.dumps([purpose, item])]
         if self.world.rank:
-            with self._trying(f"hear {what} from rank 0"):
-                texts = json.loads(self._take_text(0))
+            with self._naming_errors(f"hear {purpose} from rank 0"):
+                texts = json.loads(self._receive_text(0))
         elif self.world.size > 1:
-            with self._trying(f"tell the others {what}"):
-                _wait_for(self._announced)
-                self._announced = self._post_to(range(1, self.world.size), json.dumps(texts))
+            with self._naming_errors(f"tell the others {purpose}"):
+                _wait_for(self._unwaited_sends)
+                self._unwaited_sends = self._post_to(range(1, self.world.size), json.dumps(texts))
                 if ends:
-                    _wait_for(self._announced)
-                    self._announced = []
-        (item,) = self._items(what, texts, 1)
+                    _wait_for(self._unwaited_sends)
+                    self._unwaited_sends = []
+        (item,) = self._checked_items(purpose, texts, 1)
         return item
 
-    def broadcast(self, what: str, item: Any = None, source: int = 0) -> Any:
+    def broadcast(self, purpose: str, item: Any = None, source: int = 0) -> Any:
         """Return on every rank the `item` of rank `source`, in JSON's types."""
-        return self.gather(what, item if self.world.rank == source else None)[source]
+        return self.gather(purpose, item if self.world.rank == source else None)[source]
 
     def barrier_or_raise(self, doing: str, refusal: str = "", limit_s: float | None = None) -> None:
         """Wait for all ranks; if one refuses, raise Refused on every rank.
@@ -185,9 +185,9 @@ class Ranks:
         """
         limit_s = self._timeout if limit_s is None else limit_s
         if self.world.size > 1:
-            with self._trying(f"meet the others to {doing}"):
+            with self._naming_errors(f"meet the others to {doing}"):
                 try:
-                    dist.monitored_barrier(self._all, timedelta(seconds=limit_s), wait_all_ranks=True)
+                    dist.monitored_barrier(self._gloo, timedelta(seconds=limit_s), wait_all_ranks=True)
                 except RuntimeError as error:
                     if missing := re.search(r"[Rr]anks? ([\d, ]+) failed to pass", str(error)):
                         ranks = [int(rank) for rank in missing[1].split(",")]
@@ -197,80 +197,84 @@ class Ranks:
             if why:
                 raise of_all(Refused(f"rank {rank}: {why}" if rank else why), self.world.rank)
 
-    def most(self, what: str, mine: int) -> int:
-        highest: int = max(self.gather(what, mine))
+    def maximum(self, purpose: str, local: int) -> int:
+        highest: int = max(self.gather(purpose, local))
         return highest
 
-    def copy_from_first(self, what: str, tensor: Tensor) -> None:
+    def broadcast_tensor(self, purpose: str, tensor: Tensor) -> None:
         """Overwrite a tensor in host memory with rank 0's."""
         if self.world.size == 1:
             return
         values = tensor.contiguous()
-        with self._trying(f"receive {what}"):
-            dist.broadcast(values.flatten().view(torch.uint8), 0, group=self._all)
+        with self._naming_errors(f"receive {purpose}"):
+            dist.broadcast(values.flatten().view(torch.uint8), 0, group=self._gloo)
         tensor.copy_(values)
 
-    def post_tensor(self, what: str, tensor: Tensor, rank: int, stream: int = 0) -> Callable[[], Tensor]:
+    def post_tensor(self, purpose: str, tensor: Tensor, rank: int, stream: int = 0) -> Callable[[], Tensor]:
         """Start to send a tensor in host memory to a rank, apart from the messages of the stages.
 
         The tensors of one `stream` are received in order. Returns a function that waits for the send.
         """
-        return self._begun(dist.isend, f"send {what} to rank {rank}", tensor.contiguous(), rank, stream)
+        return self._start_transfer(
+            dist.isend, f"send {purpose} to rank {rank}", tensor.contiguous(), rank, stream
+        )
 
-    def expect_tensor(self, what: str, spec: TensorSpec, rank: int, stream: int = 0) -> Callable[[], Tensor]:
+    def expect_tensor(
+        self, purpose: str, spec: TensorSpec, rank: int, stream: int = 0
+    ) -> Callable[[], Tensor]:
         """Post the receive of a tensor from a rank; returns a function that waits and returns it."""
         tensor = torch.empty(spec.shape, dtype=spec.dtype)
-        return self._begun(dist.irecv, f"receive {what} from rank {rank}", tensor, rank, stream)
+        return self._start_transfer(dist.irecv, f"receive {purpose} from rank {rank}", tensor, rank, stream)
 
-    def _begun(
-        self, begin: Callable[..., Any], doing: str, tensor: Tensor, rank: int, stream: int
+    def _start_transfer(
+        self, start: Callable[..., Any], doing: str, tensor: Tensor, rank: int, stream: int
     ) -> Callable[[], Tensor]:
         """Begin a transfer; return a function that waits for its end and returns the tensor."""
-        with self._trying(doing):
-            work = begin(tensor, rank, group=self._all, tag=_TENSORS + stream)
+        with self._naming_errors(doing):
+            work = start(tensor, rank, group=self._gloo, tag=_TENSOR_TAG + stream)
 
         def wait() -> Tensor:
-            with self._trying(doing):
+            with self._naming_errors(doing):
                 work.wait()
             return tensor
 
         return wait
 
-    def to_first(self, what: str, tensors: Sequence[Tensor], owner: int) -> list[Tensor]:
+    def collect_on_rank0(self, purpose: str, tensors: Sequence[Tensor], owner: int) -> list[Tensor]:
         """Return on rank 0, in host memory, the tensors of their `owner`; none on the others."""
-        own = [tensor.cpu() for tensor in tensors]
+        local = [tensor.cpu() for tensor in tensors]
         if owner == 0:
-            return own
-        forms = [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in own]
-        forms = self.broadcast(f"the forms of {what}", forms, owner)
+            return local
+        specs = [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in local]
+        specs = self.broadcast(f"the forms of {purpose}", specs, owner)
         received: list[Tensor] = []
-        for tensor in own:
-            self.post_tensor(what, bytes_of(tensor.detach()), 0)()
-        for shape, dtype in forms if self.world.rank == 0 else ():
+        for tensor in local:
+            self.post_tensor(purpose, bytes_of(tensor.detach()), 0)()
+        for shape, dtype in specs if self.world.rank == 0 else ():
             spec = TensorSpec(tuple(shape), getattr(torch, dtype))
-            numbers = self.expect_tensor(what, TensorSpec((spec.nbytes,), torch.uint8), owner)()
+            numbers = self.expect_tensor(purpose, TensorSpec((spec.nbytes,), torch.uint8), owner)()
             received.append(numbers.view(spec.dtype).reshape(spec.shape))
         return received
 
-    def clock_offset(self, now: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
+    def clock_offset(self, clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
         """Return what to add to this rank's `now()` to get rank 0's, and a bound on the error, in seconds.
 
         All ranks must call it. As in NTP, rank 0's answer is assumed to be midway between sending and
         receiving; the round with the shortest round trip counts, and half of that is the error.
         """
         rounds = [(0.0, 0.0)] if self.world.rank == 0 else []
-        with self._trying("compare its clock with rank 0's"):
+        with self._naming_errors("compare its clock with rank 0's"):
             for rank in range(1, self.world.size):
-                for _ in range(ROUNDS):
-                    asked, token = now(), torch.zeros(1, dtype=torch.float64)
+                for _ in range(CLOCK_ROUND_TRIPS):
+                    sent, token = clock(), torch.zeros(1, dtype=torch.float64)
                     if self.world.rank == 0:
-                        dist.recv(token, rank, group=self._all)
-                        dist.send(token.fill_(now()), rank, group=self._all)
+                        dist.recv(token, rank, group=self._gloo)
+                        dist.send(token.fill_(clock()), rank, group=self._gloo)
                     elif self.world.rank == rank:
-                        dist.send(token, 0, group=self._all)
-                        dist.recv(token, 0, group=self._all)
-                        answered = now()
-                        rounds.append(((answered - asked) / 2, token.item() - (asked + answered) / 2))
+                        dist.send(token, 0, group=self._gloo)
+                        dist.recv(token, 0, group=self._gloo)
+                        received = clock()
+                        rounds.append(((received - sent) / 2, token.item() - (sent + received) / 2))
         error, offset = min(rounds)
         return offset, error
 
@@ -278,7 +282,7 @@ class Ranks:
         """Raise the error that has ended all transfers, if any."""
 
     @contextmanager
-    def _trying(self, doing: str) -> Iterator[None]:
+    def _naming_errors(self, doing: str) -> Iterator[None]:
         try:
             yield
         except ChannelError:
@@ -291,7 +295,7 @@ class Ranks:
             ) from error
 
 
-class Listeners:
+class StopListeners:
     """Threads that receive that another rank has stopped, and why, or notice that it is lost.
 
     All send to rank 0, which sends to the others: so all name the first rank. `ranks`: for these threads
@@ -307,27 +311,27 @@ class Listeners:
         for thread in self._threads:
             thread.start()
 
-    def say(self, rank: int, why: str) -> None:
+    def send_stop(self, rank: int, why: str) -> None:
         """Send at once why a rank has stopped; "" means that this rank has finished."""
         self.announced = True
         for peer in set(self._peers) - {rank}:
             with suppress(RuntimeError):  # a lost rank receives nothing
-                _wait_for(self._ranks._post_text(json.dumps([rank, why]), peer), LAST_WORD_S)
+                _wait_for(self._ranks._post_text(json.dumps([rank, why]), peer), ERROR_SEND_S)
 
     def join(self) -> None:
         """Wait for the threads: one that leaves C++ while Python ends would abort the process."""
         for thread in self._threads:
-            thread.join(LAST_WORD_S)
+            thread.join(ERROR_SEND_S)
 
     def _listen(self, peer: int) -> None:
         try:
-            rank, why = json.loads(self._ranks._take_text(peer))
+            rank, why = json.loads(self._ranks._receive_text(peer))
         except RuntimeError as error:
             rank, why = peer, cause_of(error)
         if why and not self.announced:
             self.announced = True
             if peer:
-                self.say(rank, why)
+                self.send_stop(rank, why)
             self._lost(rank, why)
 
 

@@ -31,21 +31,21 @@ def buckets_of(weights: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     for name, weight in reversed([*weights.items()]):
         if weight.dim() > 1:
             buckets[-1][name] = weight
-        if sum(one.nbytes for one in buckets[-1].values()) >= BUCKET:
+        if sum(member.nbytes for member in buckets[-1].values()) >= BUCKET:
             buckets.append({})
     full = {name for bucket in buckets[:-1] for name in bucket}
     return [*buckets[:-1], {name: weight for name, weight in weights.items() if name not in full}]
 
 
 @contextmanager
-def finishing(
+def reduce_when_finished(
     buckets: Sequence[Mapping[str, Tensor]], all_reduce: Callable[[Tensor], None]
 ) -> Iterator[None]:
     """Reduce each bucket of leaves once the backward in this context has finished it and all before it.
 
     Buckets that it does not reach are reduced at its end. Raises TrainingStopped if it adds to a leaf twice.
     """
-    left = deque(buckets)
+    pending = deque(buckets)
     unfinished = {id(leaf): name for bucket in buckets for name, leaf in bucket.items()}
 
     def finish(leaf: Tensor) -> None:
@@ -54,8 +54,8 @@ def finishing(
                 "a layer with replicas runs a backward inside its own, and so adds to a gradient several "
                 "times: give torch.utils.checkpoint use_reentrant=False, or leave replicas out"
             )
-        while left and not any(id(one) in unfinished for one in left[0].values()):
-            all_reduce(torch.cat(flat(left.popleft())))
+        while pending and not any(id(member) in unfinished for member in pending[0].values()):
+            all_reduce(torch.cat(flat_gradients(pending.popleft())))
 
     leaves = [leaf for bucket in buckets for leaf in bucket.values()]
     hooks = [leaf.register_post_accumulate_grad_hook(finish) for leaf in leaves]  # type: ignore[no-untyped-call]
@@ -64,11 +64,11 @@ def finishing(
     finally:
         for hook in hooks:
             hook.remove()
-    for bucket in left:
-        all_reduce(torch.cat(flat(bucket)))
+    for bucket in pending:
+        all_reduce(torch.cat(flat_gradients(bucket)))
 
 
-def flat(weights: Mapping[str, Tensor]) -> list[Tensor]:
+def flat_gradients(weights: Mapping[str, Tensor]) -> list[Tensor]:
     """Return the gradient of each weight as a vector. Raises TrainingStopped for a sparse one."""
     parts = []
     for name, weight in weights.items():
@@ -92,36 +92,39 @@ def _channels_last(weight: Tensor) -> bool:
     return weight.dim() == 4 and not weight.is_complex() and weight.is_contiguous(memory_format=last)
 
 
-def counts_of(weights: Mapping[str, Tensor], skip: Tensor | None) -> list[Tensor]:
+def gradient_counts(weights: Mapping[str, Tensor], skip: Tensor | None) -> list[Tensor]:
     """Return for each weight a tensor with 1 if it has a gradient; for a stage without weights, one 1.
 
     `skip`: 1 if the stage skips this update; then all must, so a NaN takes the place of these counts.
     """
     # Filled on the device: copying a list from the host would make it wait.
-    each = [numbers_of(one).new_full((1,), float(one.grad is not None)) for one in weights.values()]
+    counts = [
+        numbers_of(weight).new_full((1,), float(weight.grad is not None)) for weight in weights.values()
+    ]
     if skip is not None:
-        return [torch.where(skip > 0, math.nan, torch.cat(each or [torch.ones_like(skip).reshape(1)]))]
-    return each
+        return [torch.where(skip > 0, math.nan, torch.cat(counts or [torch.ones_like(skip).reshape(1)]))]
+    return counts
 
 
-def parts_of(weights: Mapping[str, Tensor], numbers: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Split one tensor of numbers, ordered as in `flat`, into a part for each weight, and the rest."""
+def split_sums(weights: Mapping[str, Tensor], numbers: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Split numbers, ordered as in `flat_gradients`, into a part for each weight, and the rest."""
     sizes = [numbers_of(weight).numel() for weight in weights.values()]
-    *parts, more = torch.split(numbers, [*sizes, len(numbers) - sum(sizes)])
-    return dict(zip(weights, parts, strict=True)), more
+    *parts, rest = torch.split(numbers, [*sizes, len(numbers) - sum(sizes)])
+    return dict(zip(weights, parts, strict=True)), rest
 
 
 def set_gradients(
     weights: Mapping[str, Tensor], parts: Mapping[str, Tensor], counts: Tensor, copies: bool = True
 ) -> None:
-    """Set the gradients to sums of `flat` and `counts_of`; without `copies` they are views of the sums.
+    """Set the gradients to sums of `flat_gradients` and `gradient_counts`.
 
-    `copies`: if other stages of the rank use the same sums, as clipping scales a gradient in place. The
-    counts are read only if a weight has no gradient here: reading makes a GPU's host wait.
+    Without `copies` they are views of the sums; with them other stages of the rank may use the same sums, as
+    clipping scales a gradient in place. The counts are read only if a weight has no gradient here: reading
+    makes a GPU's host wait.
     """
-    had = [weight.grad is not None for weight in weights.values()]
-    has = had if all(had) else [count != 0 for count in counts.tolist()]
-    for (name, weight), there in zip(weights.items(), has, strict=True):
+    local = [weight.grad is not None for weight in weights.values()]
+    exists = local if all(local) else [count != 0 for count in counts.tolist()]
+    for (name, weight), has_gradient in zip(weights.items(), exists, strict=True):
         part = parts[name]
         ordered = _in_memory(weight, weight)
         if copies or weight.is_complex() or part.dtype != weight.dtype or not ordered.is_contiguous():
@@ -130,4 +133,4 @@ def set_gradients(
         else:
             gradient = part.view_as(ordered)
             gradient = gradient.permute(0, 3, 1, 2) if _channels_last(weight) else gradient
-        weight.grad = gradient if there else None
+        weight.grad = gradient if has_gradient else None

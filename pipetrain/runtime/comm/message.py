@@ -48,32 +48,34 @@ class Message:
     @property
     def name(self) -> str:
         """Its description, with the stages if it skips some."""
-        what = f"the {'activation' if self.src < self.dst else 'gradient'} of microbatch {self.mb}"
-        return what if abs(self.src - self.dst) == 1 else f"{what} (stage {self.src} to {self.dst})"
+        name = f"the {'activation' if self.src < self.dst else 'gradient'} of microbatch {self.mb}"
+        return name if abs(self.src - self.dst) == 1 else f"{name} (stage {self.src} to {self.dst})"
 
 
-Failed = Callable[[str], ChannelError]
+ErrorOf = Callable[[str], ChannelError]
 """Makes the error of a wait, given why the connection was lost, or "" for an expired deadline."""
 
 
-def failed(receives: Sequence[Message], sends: Sequence[Message], timeout: float, why: str) -> ChannelError:
-    """Return the error of waiting for any of these messages. See Failed."""
+def message_error(
+    receives: Sequence[Message], sends: Sequence[Message], timeout: float, why: str
+) -> ChannelError:
+    """Return the error of waiting for any of these messages. See ErrorOf."""
     first = (*receives, *sends)[0]
-    me, peer = first.ranks[::-1] if receives else first.ranks
+    rank, peer = first.ranks[::-1] if receives else first.ranks
     if why:
-        return ChannelError(f"rank {me} lost rank {peer} at {first.name}: {why}")
-    what = [f"{message.name} from rank {message.ranks[0]}" for message in receives]
-    what += [f"rank {message.ranks[1]} to take {message.name}" for message in sends]
-    return ChannelError(f"rank {me} waited {timeout:g} s for {' or for '.join(what)}")
+        return ChannelError(f"rank {rank} lost rank {peer} at {first.name}: {why}")
+    awaited = [f"{message.name} from rank {message.ranks[0]}" for message in receives]
+    awaited += [f"rank {message.ranks[1]} to take {message.name}" for message in sends]
+    return ChannelError(f"rank {rank} waited {timeout:g} s for {' or for '.join(awaited)}")
 
 
-def failed_sum(tie: Tie, group: Any, timeout: float, why: str) -> ChannelError:
-    """Return the error of waiting for the sum over the ranks of a tie. See Failed."""
-    what = "the gradients of shared weights" if tie else "the gradient norms"
+def sum_error(tie: Tie, group: Any, timeout: float, why: str) -> ChannelError:
+    """Return the error of waiting for the sum over the ranks of a tie. See ErrorOf."""
+    summed = "the gradients of shared weights" if tie else "the gradient norms"
     if len(tie) == 1:
-        what = f"the gradients of the replicas of stage {tie[0]}"
-    me, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
-    others = ", ".join(str(rank) for rank in ranks if rank != me)
-    whom = f"one of ranks {others}" if len(ranks) > 2 else f"rank {others}"
-    late = f"rank {me} waited {timeout:g} s for {what} of {whom}"
-    return ChannelError(f"rank {me} lost {whom} at {what}: {why}" if why else late)
+        summed = f"the gradients of the replicas of stage {tie[0]}"
+    rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+    peers = ", ".join(str(peer) for peer in ranks if peer != rank)
+    peers_text = f"one of ranks {peers}" if len(ranks) > 2 else f"rank {peers}"
+    late = f"rank {rank} waited {timeout:g} s for {summed} of {peers_text}"
+    return ChannelError(f"rank {rank} lost {peers_text} at {summed}: {why}" if why else late)

@@ -5,7 +5,8 @@ Every rank makes all groups in the same order. A gloo group over all ranks carri
 messages; another group sums the gradient norms during a window.
 
 After an error nothing is destroyed that may be in use: ncclCommDestroy waits for all kernels, and for the
-other ranks; gloo's connections stay open as long as an object refers to a message. So `_cut` comes first.
+other ranks; gloo's connections stay open as long as an object refers to a message. So `_end_transfers` comes
+first.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _abort_proces
 
 from pipetrain.errors import ChannelError, Refused, of_all
 from pipetrain.runtime.comm.channel import Channel
-from pipetrain.runtime.comm.collectives import LAST_WORD_S, Listeners, Ranks, World, came_too_late
+from pipetrain.runtime.comm.collectives import ERROR_SEND_S, Ranks, StopListeners, World, came_too_late
 from pipetrain.runtime.comm.rendezvous import choose_interface, make_group, this_attempt
 from pipetrain.runtime.comm.transfer_watch import Deadline
-from pipetrain.runtime.device import gpu_of, obstacle
+from pipetrain.runtime.device import gpu_of, nccl_obstacle
 from pipetrain.schedule.actions import ALL, Edge, Placement, Tie
 from pipetrain.schedule.lower import Link
 
-_CUT = 2**30 - 2  # a tag that is never sent
-_meetings = itertools.count()
+_NEVER_SENT = 2**30 - 2  # a tag that is never sent
+_runs = itertools.count()
 
 
 def _fresh_store(world: World, limit_s: float) -> Store:
@@ -46,7 +47,7 @@ def _fresh_store(world: World, limit_s: float) -> Store:
         store: Store = dist.distributed_c10d._get_default_store()
     else:
         store = this_attempt(world).meet(limit_s)
-    return PrefixStore(f"links {next(_meetings)}", store)
+    return PrefixStore(f"links {next(_runs)}", store)
 
 
 class ProcessGroups(Ranks):
@@ -76,19 +77,19 @@ class ProcessGroups(Ranks):
         self._sums: dict[Tie, Any] = {}
         self._opened: set[Link] = set()  # of all ranks
         self._channels: list[Channel] = []
-        self.deadline = Deadline(timeout, self._cut, self._broken)
+        self.deadline = Deadline(timeout, self._end_transfers, self._broken)
         """For what the device's stream waits for, over NCCL."""
-        self._listeners: Listeners | None = None  # over NCCL
-        self._cutting = Lock()
+        self._listeners: StopListeners | None = None  # over NCCL
+        self._ending = Lock()
         self._aborts: list[Thread] | None = None  # set once all transfers are being ended
         self.store: Store
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        self._owned = world.size > 1 and not dist.is_initialized()
+        self._owns_default_group = world.size > 1 and not dist.is_initialized()
         if world.size > 1:
             atexit.register(self._leave)
             choose_interface(world)
-        with self._trying("connect to the other ranks"):
+        with self._naming_errors("connect to the other ranks"):
             self.store = store or _fresh_store(world, timeout)
             if world.size > 1:
                 self._meet()
@@ -96,28 +97,30 @@ class ProcessGroups(Ranks):
             if any(gpus) and not all(gpus):
                 why = f"rank {gpus.index([])} has no GPU, and others have: give it one, or set device=cpu"
                 raise of_all(Refused(why), world.rank)
-            self.obstacle = obstacle(gpus)
+            self.nccl_obstacle = nccl_obstacle(gpus)
             """Why the ranks' GPUs cannot communicate over NCCL, or ""."""
-            self.sharing = sum(gpu[:1] == gpus[world.rank][:1] for gpu in gpus)
+            self.ranks_on_gpu = sum(gpu[:1] == gpus[world.rank][:1] for gpu in gpus)
             """How many ranks share this rank's GPU, itself included."""
-            self.staged = device.type == "cuda" and (staged or bool(self.obstacle))
+            self.staged = device.type == "cuda" and (staged or bool(self.nccl_obstacle))
             self.backend = "nccl" if device.type == "cuda" and not self.staged else "gloo"
-            self._place = torch.device("cpu") if self.staged else device  # of what is sent
+            self._wire_device = torch.device("cpu") if self.staged else device  # of what is sent
             if world.size > 1:
                 self._connect()
         self.open(links)
 
     def _meet(self) -> None:
         limit = timedelta(seconds=self._timeout)
-        if self._owned:
+        if self._owns_default_group:
             make_group(self.world, self.store, limit)
-        self._all = dist.group.WORLD if self._owned else dist.new_group(timeout=limit, backend="gloo")
+        self._gloo = (
+            dist.group.WORLD if self._owns_default_group else dist.new_group(timeout=limit, backend="gloo")
+        )
 
     def _connect(self) -> None:
         if self.backend == "nccl":
             # NCCL's own watch would not name the message: see Deadline.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-            self._listeners = Listeners(self.aside(), self._lost)
+            self._listeners = StopListeners(self.for_thread(), self._lost)
         self._sums[ALL] = self._group(range(self.world.size))
 
     def _group(self, ranks: Collection[int]) -> Any:
@@ -136,17 +139,17 @@ class ProcessGroups(Ranks):
         if self.world.size == 1 or not (new or ties):
             return
         self._opened.update(new)
-        token = torch.zeros(1, device=self._place)
+        token = torch.zeros(1, device=self._wire_device)
         ranks_of = [set(ranks) for _, ranks in new] + [self.ranks_of(tie) for tie in ties]
-        with self._trying("connect to the other ranks"):
+        with self._naming_errors("connect to the other ranks"):
             groups = [self._group(ranks) for ranks in ranks_of]
             # The first message makes a connection, which takes long: send one now.
-            for number in in_rounds(ranks_of):
-                group, late = groups[number], number - len(new)
+            for number in in_disjoint_rounds(ranks_of):
+                group, tie_index = groups[number], number - len(new)
                 if self.world.rank not in ranks_of[number]:
                     continue
-                if late >= 0:
-                    self._sums[ties[late]] = group
+                if tie_index >= 0:
+                    self._sums[ties[tie_index]] = group
                     dist.all_reduce(token, group=group)
                 else:
                     _, (source, target) = link = new[number]
@@ -161,17 +164,17 @@ class ProcessGroups(Ranks):
         """Return the ranks that sum for a tie, or for ALL."""
         return {rank for stage in tie or range(len(self.placement)) for rank in self.placement[stage]}
 
-    def add_up(self, tie: Tie, numbers: Tensor) -> Tensor:
+    def sum_over_ranks(self, tie: Tie, numbers: Tensor) -> Tensor:
         """Return the sum of numbers over the ranks of a tie, which must all call it. Raises ChannelError."""
-        sums = numbers.to(self._place)
-        with self._trying("add up with the other ranks"):
+        sums = numbers.to(self._wire_device)
+        with self._naming_errors("add up with the other ranks"):
             dist.all_reduce(sums, group=self._sums[tie])
             self._settle("add up with it", self.ranks_of(tie))
         return sums.to(self.device)
 
     def channel(self, buffer_size: int | Mapping[Edge, int], channels_last: bool = False) -> Channel:
-        how = buffer_size, self._timeout, self.device, self.staged, channels_last
-        self._channels.append(Channel(self._groups, *how, self._sums, self.deadline))
+        options = buffer_size, self._timeout, self.device, self.staged, channels_last
+        self._channels.append(Channel(self._groups, *options, self._sums, self.deadline))
         return self._channels[-1]
 
     def close(self) -> None:
@@ -180,7 +183,7 @@ class ProcessGroups(Ranks):
             self.deadline.settle()
             torch.cuda.synchronize()  # a rank that leaves breaks what others still receive
             self.gather("the end", None)
-            self._listeners.say(self.world.rank, "")
+            self._listeners.send_stop(self.world.rank, "")
         else:
             self.send_end()
         self._leave_groups()
@@ -192,8 +195,8 @@ class ProcessGroups(Ranks):
         """
         with suppress(Exception):  # the original error counts
             if self._listeners and not self._listeners.announced:
-                self._listeners.say(self.world.rank, why)
-            if self._all is not None and self._cut():
+                self._listeners.send_stop(self.world.rank, why)
+            if self._gloo is not None and self._end_transfers():
                 for group in self._in_use() if self._listeners else ():
                     _abort_process_group(group)
                 self._leave_groups()
@@ -226,27 +229,27 @@ class ProcessGroups(Ranks):
     def _broken(self) -> bool:
         return any(group._get_backend(self.device).get_error().name != "SUCCESS" for group in self._in_use())
 
-    def _cut(self) -> bool:
+    def _end_transfers(self) -> bool:
         """End all transfers, so that waits for them fail; return whether all have ended.
 
         NCCL's communicators are aborted at the same time: ncclCommAbort may wait for the device, and so for
         a kernel of the next one. Grouped NCCL calls belong to one thread, and torch gives each abort a thread
         of its own, so grouping would not help. A gloo group closes a connection on which a wait times out.
         """
-        with self._cutting:
+        with self._ending:
             if self._aborts is None:
                 of_nccl = self._in_use() if self.backend == "nccl" else []
-                of_gloo = [self._all] if self.backend == "nccl" else [self._all, *self._in_use()]
+                of_gloo = [self._gloo] if self.backend == "nccl" else [self._gloo, *self._in_use()]
                 backends = [group._get_backend(self.device) for group in of_nccl]
                 self._aborts = [Thread(target=backend.abort, daemon=True) for backend in backends]
                 for abort in self._aborts:
                     abort.start()
                 for group, peer in itertools.product(of_gloo, {*range(self.world.size)} - {self.world.rank}):
                     with suppress(RuntimeError, ValueError):  # it is closed, or the peer is in another group
-                        never = dist.irecv(torch.empty(1), peer, group=group, tag=_CUT)
+                        never = dist.irecv(torch.empty(1), peer, group=group, tag=_NEVER_SENT)
                         never.wait(timedelta(milliseconds=1))  # type: ignore[union-attr]
             for abort in self._aborts:
-                abort.join(LAST_WORD_S)
+                abort.join(ERROR_SEND_S)
             return not any(abort.is_alive() for abort in self._aborts)
 
     def _leave(self) -> None:
@@ -263,14 +266,14 @@ class ProcessGroups(Ranks):
     def _leave_groups(self) -> None:
         """Destroy the groups and drop all references; our own default group destroys the others with it."""
         atexit.unregister(self._leave)
-        groups: list[Any] = [] if self._all is None else [self._all]  # None: already destroyed
-        if groups and not self._owned:
+        groups: list[Any] = [] if self._gloo is None else [self._gloo]  # None: already destroyed
+        if groups and not self._owns_default_group:
             groups += self._in_use()
         self._groups.clear()
         self._sums.clear()
         self._heads.clear()
-        self._announced.clear()
-        self._all = None
+        self._unwaited_sends.clear()
+        self._gloo = None
         for channel in self._channels:
             channel.close()
         self.deadline.close()
@@ -281,12 +284,16 @@ class ProcessGroups(Ranks):
             dist.destroy_process_group(groups.pop(0))
 
 
-def in_rounds(groups: Sequence[Collection[int]]) -> list[int]:
+def in_disjoint_rounds(groups: Sequence[Collection[int]]) -> list[int]:
     """Return the numbers of groups of ranks, in an order that lets disjoint groups connect at once."""
     rounds: list[list[int]] = []
     for number, ranks in enumerate(groups):
-        apart = (one for one in rounds if all(set(ranks).isdisjoint(groups[other]) for other in one))
-        if (first := next(apart, None)) is None:
+        disjoint = (
+            members
+            for members in rounds
+            if all(set(ranks).isdisjoint(groups[number_in_round]) for number_in_round in members)
+        )
+        if (first := next(disjoint, None)) is None:
             rounds.append(first := [])
         first.append(number)
-    return [number for one in rounds for number in one]
+    return [number for members in rounds for number in members]

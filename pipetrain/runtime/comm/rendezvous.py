@@ -34,10 +34,10 @@ log = logging.getLogger("pipetrain")
 START_S = 300.0  # for the ranks' imports
 SILENCE_S = 10.0  # between two lines about a long wait
 POLL_S = 0.02
-DELAY = "delay"  # the key of the seconds that rank 0 may take longer
+DELAY_KEY = "delay"  # the key of the seconds that rank 0 may take longer
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 LOOPBACK = 127  # first byte of its addresses
-ELSEWHERE = "192.0.2.1"  # from RFC 5737, in no network, so it is reached by the default route
+OUTSIDE_ADDRESS = "192.0.2.1"  # from RFC 5737, in no network, so it is reached by the default route
 
 
 def choose_interface(world: World) -> None:
@@ -59,18 +59,18 @@ def choose_interface(world: World) -> None:
 def _interface_towards(host: str) -> str | None:
     """Return the name of the interface that leads to a host, as Linux reports it; None if unknown."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        mine = _own_address(host)
-        if mine[0] == LOOPBACK:  # a machine's own name often stands for the loopback
-            mine = _own_address(ELSEWHERE)
+        address = _local_address(host)
+        if address[0] == LOOPBACK:  # a machine's own name often stands for the loopback
+            address = _local_address(OUTSIDE_ADDRESS)
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has no address
                 request = struct.pack("256s", name.encode())
-                if fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24] == mine:
+                if fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24] == address:
                     return name
     return None
 
 
-def _own_address(host: str) -> bytes:
+def _local_address(host: str) -> bytes:
     """Return this machine's address on the route to a host, without sending anything. Raises OSError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
@@ -84,40 +84,42 @@ class Attempt:
         self._world = world
         self._store = PrefixStore("pipetrain", store)
         self._start = self._store.add(f"starts of rank {world.rank}", 1)
-        self._met: Store | None = None
-        self._answer = f"attempt of rank {world.rank}, start {self._start}"
+        self._attempt_store: Store | None = None
+        self._answer_key = f"attempt of rank {world.rank}, start {self._start}"
 
     def send_delay(self, delay_s: float) -> None:
         """On rank 0: let the others wait so much longer for it to meet them. The next attempts keep it."""
-        self._store.set(DELAY, str(delay_s))
+        self._store.set(DELAY_KEY, str(delay_s))
 
     def receive_delay(self, limit_s: float) -> float | None:
         """On another rank: return what rank 0 has sent, None if it meets the others without a delay."""
         store = self._store
         with _meeting(self._world.rank):
-            self._until(lambda: store.check([DELAY]) or store.check([self._answer]), limit_s, "rank 0")
-            return float(store.get(DELAY)) if store.check([DELAY]) else None
+            self._until(
+                lambda: store.check([DELAY_KEY]) or store.check([self._answer_key]), limit_s, "rank 0"
+            )
+            return float(store.get(DELAY_KEY)) if store.check([DELAY_KEY]) else None
 
     def meet(self, limit_s: float) -> Store:
         """Return this attempt's store once all ranks have arrived. Raises ChannelError."""
         store, rank = self._store, self._world.rank
-        if self._met is None:
+        if self._attempt_store is None:
             number = self._start
             with _meeting(rank):
                 if rank == 0:
-                    self._lead(store, limit_s)
+                    self._admit_ranks(store, limit_s)
                 else:
-                    self._until(lambda: store.check([self._answer]), limit_s, "rank 0")
-                    number = int(store.get(self._answer))
+                    self._until(lambda: store.check([self._answer_key]), limit_s, "rank 0")
+                    number = int(store.get(self._answer_key))
                     store.set(f"attempt {number}/rank {rank}", "")
                     self._until(lambda: store.check([f"attempt {number}/all"]), limit_s, "all ranks")
-            self._met = PrefixStore(f"attempt {number}", store)
-        return self._met
+            self._attempt_store = PrefixStore(f"attempt {number}", store)
+        return self._attempt_store
 
-    def _lead(self, store: Store, limit_s: float) -> None:
+    def _admit_ranks(self, store: Store, limit_s: float) -> None:
         missing, answered = set(range(1, self._world.size)), Counter[int]()
 
-        def all_came() -> bool:
+        def all_arrived() -> bool:
             for rank in sorted(missing):
                 start = store.add(f"starts of rank {rank}", 0)
                 if start > answered[rank]:  # it may be one of an earlier attempt, which then has no reader
@@ -127,15 +129,15 @@ class Attempt:
                     missing.discard(rank)
             return not missing
 
-        self._until(all_came, limit_s, missing)
+        self._until(all_arrived, limit_s, missing)
         store.set(f"attempt {self._start}/all", "")
 
-    def _until(self, come: Callable[[], bool], limit_s: float, whom: Collection[int] | str) -> None:
+    def _until(self, arrived: Callable[[], bool], limit_s: float, awaited: Collection[int] | str) -> None:
         """Poll the store, in Python rather than C++, so that a signal is handled."""
         end = time.monotonic() + limit_s
-        while not come():
+        while not arrived():
             if time.monotonic() > end:
-                raise came_too_late(self._world.rank, limit_s, whom, "start")
+                raise came_too_late(self._world.rank, limit_s, awaited, "start")
             time.sleep(POLL_S)
 
 
@@ -172,19 +174,19 @@ def _torchrun_store(world: World) -> Store:
 
 def _connected(world: World) -> Store:
     """Connect to the store of the environment; without torchrun, rank 0 serves it. Raises RuntimeError."""
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    come = Event()
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    connected = Event()
 
-    def remind() -> None:
-        while not come.wait(SILENCE_S):
-            log.warning("pipetrain: rank %d still waits to meet the others at %s", world.rank, where)
+    def warn_while_waiting() -> None:
+        while not connected.wait(SILENCE_S):
+            log.warning("pipetrain: rank %d still waits to meet the others at %s", world.rank, address)
 
-    Thread(target=remind, daemon=True).start()
+    Thread(target=warn_while_waiting, daemon=True).start()
     try:
         store: Store = next(rendezvous("env://", timeout=timedelta(seconds=START_S)))[0]
         return store
     finally:
-        come.set()
+        connected.set()
 
 
 def make_group(world: World, store: Store, limit: timedelta) -> None:

@@ -1,7 +1,7 @@
 """Threads that watch transfers: for those that finish, and for those that never will.
 
-With gloo a receive that has arrived is not complete until a thread waits for it. So a `Watch` has one thread
-per edge, which waits for its transfers in order; all transfers are posted from the engine's thread.
+With gloo a receive that has arrived is not complete until a thread waits for it. So a `TransferWatch` has one
+thread per edge, which waits for its transfers in order; all transfers are posted from the engine's thread.
 
 With NCCL the device's stream waits for messages and the host goes on, until it waits for the device: forever,
 if a message never comes. `Deadline` has a thread that measures how long the host has been at one action or
@@ -29,21 +29,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipetrain.runtime.comm.message import Failed
+from pipetrain.runtime.comm.message import ErrorOf
 from pipetrain.schedule.lower import Link
 
-LONG = timedelta(days=30)  # the engine's thread has the deadline
-RAISED_S = 5.0  # for the host to raise the error; else it waits for the device forever
+UNLIMITED = timedelta(days=30)  # the engine's thread has the deadline
+RAISE_LIMIT_S = 5.0  # for the host to raise the error; else it waits for the device forever
 _Queue = SimpleQueue[tuple[Sequence[dist.Work], Future[None]] | None]
 
 
-class Watch:
+class TransferWatch:
     """Waits for the transfers of some links until `close`."""
 
     def __init__(self, links: Iterable[Link]) -> None:
         self._queues: dict[Link, _Queue] = {link: SimpleQueue() for link in links}
         for queue in self._queues.values():
-            Thread(target=_follow, args=(queue,), daemon=True).start()
+            Thread(target=_wait_in_order, args=(queue,), daemon=True).start()
 
     def add(self, link: Link, works: Sequence[dist.Work]) -> Future[None]:
         """Return a future that is done when all these works are, or has the error of one."""
@@ -57,12 +57,12 @@ class Watch:
             queue.put(None)
 
 
-def _follow(queue: _Queue) -> None:
-    while (one := queue.get()) is not None:
-        works, done = one
+def _wait_in_order(queue: _Queue) -> None:
+    while (added := queue.get()) is not None:
+        works, done = added
         try:
             for work in works:
-                work.wait(LONG)
+                work.wait(UNLIMITED)
             done.set_result(None)
         except BaseException as error:  # raised by the engine's thread
             done.set_exception(error)
@@ -81,10 +81,10 @@ class Deadline:
         broken: Callable[[], bool] = lambda: False,
     ) -> None:
         self._timeout, self._end, self._broken = timeout, end, broken
-        self._awaited: list[Failed] = []  # since the last event
+        self._awaited: list[ErrorOf] = []  # since the last event
         # Events after what the stream waits for, as far as it may not have passed them.
-        self._open: deque[tuple[Any, Failed]] = deque()
-        self._since: float | None = None  # when the host began its action; None: no wait for a device
+        self._marked: deque[tuple[Any, ErrorOf]] = deque()
+        self._action_start: float | None = None  # when the host began its action; None: no wait for a device
         self._thread: Thread | None = None
         self._error: Exception | None = None
         self._raised = Event()
@@ -94,20 +94,20 @@ class Deadline:
 
     def begin(self) -> None:
         """Begin an action in which the host may wait for the device, until the next mark."""
-        self._since = time.monotonic()
+        self._action_start = time.monotonic()
 
-    def add(self, failed: Failed) -> None:
-        """Record that the stream waits for something; `failed` makes the error that names it."""
-        self._awaited.append(failed)
+    def add(self, error_of: ErrorOf) -> None:
+        """Record that the stream waits for something; `error_of` makes the error that names it."""
+        self._awaited.append(error_of)
 
     def mark(self, event: Any) -> None:
         """End an action: once the stream passes this torch.cuda.Event, its waits are over."""
-        self._open.extend((event, failed) for failed in self._awaited)
+        self._marked.extend((event, error_of) for error_of in self._awaited)
         self._awaited.clear()
-        while self._open and self._open[0][0].query():
-            self._open.popleft()
-        self._since = None
-        if self._thread is None and self._open:
+        while self._marked and self._marked[0][0].query():
+            self._marked.popleft()
+        self._action_start = None
+        if self._thread is None and self._marked:
             self._thread = Thread(target=self._run, daemon=True, name="deadline of messages")
             self._thread.start()
 
@@ -118,7 +118,7 @@ class Deadline:
         try:
             yield
         finally:
-            self._since = None
+            self._action_start = None
         self.check()
 
     def settle(self) -> None:
@@ -127,10 +127,10 @@ class Deadline:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             self.mark(event)
-        while self._open:
+        while self._marked:
             with self.waiting():
-                self._open[0][0].synchronize()
-            self._open.popleft()
+                self._marked[0][0].synchronize()
+            self._marked.popleft()
         self.check()
 
     def check(self) -> None:
@@ -149,25 +149,25 @@ class Deadline:
         """End all transfers with an error; only the first one counts."""
         if self._error is None and not self._closed:
             self._error = error
-            for target in (self._end, self._outlast):
+            for target in (self._end, self._exit_if_blocked):
                 Thread(target=target, daemon=True, name="end of transfers").start()
 
-    def _outlast(self) -> None:
+    def _exit_if_blocked(self) -> None:
         """End the process if the host waits for a device, so that it cannot raise the error."""
-        while not (self._raised.wait(RAISED_S) or self._closed):
-            if self._since is not None:
+        while not (self._raised.wait(RAISE_LIMIT_S) or self._closed):
+            if self._action_start is not None:
                 os.write(2, f"pipetrain: {self._error}\n".encode())
                 os._exit(1)
 
     def _run(self) -> None:
         while self._error is None and not self._closed:
             time.sleep(min(1.0, self._timeout / 20))
-            self._look(time.monotonic())
+            self._check_time(time.monotonic())
 
-    def _look(self, now: float) -> None:
-        since = self._since
-        for _, failed in [*self._open][:1]:
+    def _check_time(self, now: float) -> None:
+        since = self._action_start
+        for _, error_of in [*self._marked][:1]:
             if since is not None and now - since > self._timeout:
-                self.fail(failed(""))
+                self.fail(error_of(""))
             elif self._broken():
-                self.fail(failed("the connection has failed"))
+                self.fail(error_of("the connection has failed"))

@@ -25,8 +25,8 @@ from pipetrain.model.specs import bytes_of
 log = logging.getLogger("pipetrain")
 
 _OF_MODULE = {"_parameters", "_buffers", "_modules", "training"}  # saved elsewhere
-_ENTRIES, _OTHERS = "state_dict()", "state of no parameter"  # an optimizer's
-_ANY = torch.empty(0)  # no tensor has its layout
+_ENTRIES, _STATE_OF_NO_PARAMETER = "state_dict()", "state of no parameter"  # an optimizer's
+_NO_FORMAT = torch.empty(0)  # no tensor has its layout
 
 
 class AttributeState:
@@ -34,48 +34,51 @@ class AttributeState:
 
     def __init__(self, owners: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self._owners = {name: owner for name, owner in owners.items() if owner is not None}
-        self._known: dict[str, Any] = {**tensors, **self._owners}
-        self._device = next((t.device for t in tensors.values()), _ANY.device)
+        self._named_objects: dict[str, Any] = {**tensors, **self._owners}
+        self._device = next((t.device for t in tensors.values()), _NO_FORMAT.device)
         for name, owner in self._owners.items():
             if isinstance(owner, Optimizer):
-                self._known |= {f"{name}/state": owner.state, f"{name}/param_groups": owner.param_groups}
-                self._known |= {f"{name}/{n}": group for n, group in enumerate(owner.param_groups)}
-        self._names = {id(of): name for name, of in self._known.items()}
-        self._told = set[str]()
-        self._began = {path: self._mark(value) for path, _, value in self._values()}
-        self._first = dict[str, tuple[Any, list[Tensor]]]()
+                self._named_objects |= {
+                    f"{name}/state": owner.state,
+                    f"{name}/param_groups": owner.param_groups,
+                }
+                self._named_objects |= {f"{name}/{n}": group for n, group in enumerate(owner.param_groups)}
+        self._names = {id(named): name for name, named in self._named_objects.items()}
+        self._warned = set[str]()
+        self._initial_marks = {path: self._fingerprint(value) for path, _, value in self._values()}
+        self._initial_values = dict[str, tuple[Any, list[Tensor]]]()
         for path, owner, value in self._values():
-            if isinstance(self._began[path], str):
+            if isinstance(self._initial_marks[path], str):
                 tree, numbers = self._packed(value)
                 if not (numbers and isinstance(owner, nn.Module)):  # a layer's tensors may be large
-                    self._first[path] = tree, [tensor.clone() for tensor in numbers]
+                    self._initial_values[path] = tree, [tensor.clone() for tensor in numbers]
 
     def changed(self) -> dict[str, list[Tensor]]:
         """Return what has changed, by path: the JSON of a tree, and its tensors."""
         trees: dict[str, list[Tensor]] = {}
         for path, _, value in self._values():
-            mark, before = self._mark(value), self._began.get(path)
-            if isinstance(mark, str) and mark != before:
+            fingerprint, initial = self._fingerprint(value), self._initial_marks.get(path)
+            if isinstance(fingerprint, str) and fingerprint != initial:
                 tree, tensors = self._packed(value)
                 trees[path] = [to_bytes([tree, [t.device.type == "cpu" for t in tensors]]), *tensors]
-            elif mark is not before and not isinstance(mark, str):
-                self._tell(path, f"is a {type(value).__name__}, which no checkpoint keeps")
+            elif fingerprint is not initial and not isinstance(fingerprint, str):
+                self._warn(path, f"is a {type(value).__name__}, which no checkpoint keeps")
         return trees
 
-    def restore(self, found: Mapping[str, Sequence[Sequence[Tensor]]]) -> None:
+    def restore(self, saved: Mapping[str, Sequence[Sequence[Tensor]]]) -> None:
         """Set attributes to what stages have saved, and others to their values at the start."""
         for path, owner, value in [*self._values()]:
-            mark, before = self._mark(value), self._began.get(path)
-            if path in found or not isinstance(mark, str) or mark == before:
+            fingerprint, initial = self._fingerprint(value), self._initial_marks.get(path)
+            if path in saved or not isinstance(fingerprint, str) or fingerprint == initial:
                 continue
-            if path not in self._began:
+            if path not in self._initial_marks:
                 vars(owner).pop(path.rpartition("/")[2], None)
-            elif path in self._first:
-                self._set(path, [self._first[path]])
-        for path, trees in found.items():
-            first, *others = trees
-            alike = all(len(of) == len(first) and all(map(torch.equal, of, first)) for of in others)
-            self._set(path, [self._read(of) for of in ([first] if alike else trees)])
+            elif path in self._initial_values:
+                self._set(path, [self._initial_values[path]])
+        for path, trees in saved.items():
+            first, *rest = trees
+            equal = all(len(tree) == len(first) and all(map(torch.equal, tree, first)) for tree in rest)
+            self._set(path, [self._read(tree) for tree in ([first] if equal else trees)])
 
     def _values(self) -> Iterator[tuple[str, Any, Any]]:
         """Yield the path, the owner and the value of each attribute."""
@@ -86,44 +89,48 @@ class AttributeState:
                     yield f"{name}/{key}", owner, value
             if not isinstance(owner, Optimizer):
                 continue
-            others = {key: value for key, value in owner.state.items() if not isinstance(key, Tensor)}
-            yield f"{name}/{_OTHERS}", owner, others
+            state_of_no_parameter = {
+                key: value for key, value in owner.state.items() if not isinstance(key, Tensor)
+            }
+            yield f"{name}/{_STATE_OF_NO_PARAMETER}", owner, state_of_no_parameter
             if type(owner).state_dict is not Optimizer.state_dict:
-                with _own_state(owner):
+                with _own_entries(owner):
                     entries = owner.state_dict().items()
-                own = {key: value for key, value in entries if key not in ("state", "param_groups")}
-                yield f"{name}/{_ENTRIES}", owner, own
+                entries_of_subclass = {
+                    key: value for key, value in entries if key not in ("state", "param_groups")
+                }
+                yield f"{name}/{_ENTRIES}", owner, entries_of_subclass
 
     def _set(self, path: str, saved: Sequence[tuple[Any, list[Tensor]]]) -> None:
         """Set the value of a path from the trees of the stages, which are several if they differ."""
-        (name, _, key), ((tree, tensors), *others) = path.rpartition("/"), saved
-        if others and not all(map(_by_name, saved)):
-            self._tell(path, "is of each stage, and the stages are others: it begins anew")
+        (name, _, key), ((tree, tensors), *rest) = path.rpartition("/"), saved
+        if rest and not all(map(_by_name, saved)):
+            self._warn(path, "is of each stage, and the stages are others: it begins anew")
             return
         owner = self._owners.get(name)
-        own = {} if owner is None or key in (_ENTRIES, _OTHERS) else vars(owner)
-        value = unpacked(tree, tensors, Tensor.clone, self._known, own.get(key))
-        for tree, tensors in others:
-            value.update(unpacked(tree, tensors, Tensor.clone, self._known))
+        attributes = {} if owner is None or key in (_ENTRIES, _STATE_OF_NO_PARAMETER) else vars(owner)
+        value = unpacked(tree, tensors, Tensor.clone, self._named_objects, attributes.get(key))
+        for tree, tensors in rest:
+            value.update(unpacked(tree, tensors, Tensor.clone, self._named_objects))
         if owner is None or value is ABSENT:
-            self._tell(path, "belongs to what is not there: it begins anew")
-        elif key == _OTHERS:
+            self._warn(path, "belongs to what is not there: it begins anew")
+        elif key == _STATE_OF_NO_PARAMETER:
             owner.state.update(value)
         elif key == _ENTRIES:
-            with _own_state(owner):
+            with _own_entries(owner):
                 owner.load_state_dict({**owner.state_dict(), **value})
         else:
-            own[key] = value
+            attributes[key] = value
 
     def _packed(self, value: Any) -> tuple[Any, list[Tensor]]:
         tensors: list[Tensor] = []
-        return packed(value, tensors, _ANY, self._names), tensors
+        return packed(value, tensors, _NO_FORMAT, self._names), tensors
 
     def _read(self, saved: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
         (tree, on_host), (_, *tensors) = from_bytes(saved[0]), saved
         return tree, [t if host else t.to(self._device) for t, host in zip(tensors, on_host, strict=True)]
 
-    def _mark(self, value: Any) -> Any:
+    def _fingerprint(self, value: Any) -> Any:
         """Return a text that differs for different values, or the value itself if there is none."""
         try:
             tree, tensors = self._packed(value)
@@ -132,10 +139,10 @@ class AttributeState:
             return value
         return json.dumps([tree, sums])
 
-    def _tell(self, path: str, why: str) -> None:
-        if path not in self._told:
+    def _warn(self, path: str, why: str) -> None:
+        if path not in self._warned:
             log.warning("pipetrain: %s %s", path.replace("/", "."), why)
-        self._told.add(path)
+        self._warned.add(path)
 
 
 def attributes_of(
@@ -154,7 +161,7 @@ def _by_name(saved: tuple[Any, list[Tensor]]) -> bool:
 
 
 @contextmanager
-def _own_state(optimizer: Optimizer) -> Iterator[None]:
+def _own_entries(optimizer: Optimizer) -> Iterator[None]:
     """Let an optimizer save or load its own entries; its parameter groups, saved elsewhere, stay.
 
     Its state is empty meanwhile if its state_dict() has torch's entry for it, which is saved elsewhere too.

@@ -78,13 +78,17 @@ class BatchStatistics(Observer):
 
     @property
     def buffers(self) -> set[int]:
-        return {id(t) for of in self._running.values() for t in (of.mean, of.variance, of.calls)}
+        return {
+            id(t)
+            for running in self._running.values()
+            for t in (running.mean, running.variance, running.calls)
+        }
 
     @contextmanager
     def around_forward(self, microbatch: Microbatch) -> Iterator[None]:
         """Record the moments of a forward, which does not move the running statistics."""
         by_norm = self._calls[microbatch.mb] = defaultdict(list)
-        with _Noting(self._running, by_norm):
+        with _RecordMoments(self._running, by_norm):
             yield
         for key, calls in by_norm.items():
             if (counted := self._running[key].calls) is not None:
@@ -97,7 +101,7 @@ class BatchStatistics(Observer):
             del self._calls[mb]
         for key, running in self._running.items():
             for calls in by_norm[key]:
-                self._move(running, calls, batch.skipped)
+                self._update(running, calls, batch.skipped)
 
     def _by_call(self, batch: Batch) -> dict[int, list[list[Moments]]]:
         """Return, by norm and call within a forward, the moments of a batch's microbatches."""
@@ -105,7 +109,7 @@ class BatchStatistics(Observer):
         return {
             key: [
                 [call for call in calls if call is not None]
-                for calls in zip_longest(*(of[key] for of in parts))
+                for calls in zip_longest(*(by_norm[key] for by_norm in parts))
             ]
             for key in self._running
         }
@@ -115,28 +119,32 @@ class BatchStatistics(Observer):
         places = list[Tensor]()
         for calls in self._by_call(batch).values():
             for parts in calls:
-                mean, variance = joined(parts)
-                count: Any = sum(of.values for of in parts)
-                own = torch.cat([mean, variance, mean.new_full((1,), count)])
-                places += [own if place == replica else torch.zeros_like(own) for place in range(replicas)]
+                mean, variance = combined(parts)
+                count: Any = sum(moments.values for moments in parts)
+                numbers = torch.cat([mean, variance, mean.new_full((1,), count)])
+                places += [
+                    numbers if number == replica else torch.zeros_like(numbers) for number in range(replicas)
+                ]
         return torch.cat(places) if places else None
 
     def on_reduced(self, batch: Batch, numbers: Tensor) -> None:
-        by_norm, at = self._by_call(batch), 0
-        replicas = len(numbers) // max(1, sum(2 * len(c[0].mean) + 1 for of in by_norm.values() for c in of))
+        by_norm, start = self._by_call(batch), 0
+        replicas = len(numbers) // max(
+            1, sum(2 * len(parts[0].mean) + 1 for calls in by_norm.values() for parts in calls)
+        )
         for calls in by_norm.values():
             for parts in calls:
                 channels, momentum = len(parts[0].mean), parts[0].momentum
-                rows = numbers[at : at + replicas * (2 * channels + 1)].view(replicas, -1)
-                at += rows.numel()
+                rows = numbers[start : start + replicas * (2 * channels + 1)].view(replicas, -1)
+                start += rows.numel()
                 parts[:] = [Moments(row[:channels], row[channels:-1], row[-1], momentum) for row in rows]
         self._from_replicas = by_norm
 
     @torch.no_grad()
-    def _move(self, running: _Running, parts: Sequence[Moments], skipped: Tensor | None) -> None:
-        mean, variance = joined(parts)
-        own = [tensor for tensor in (running.mean, running.variance, running.calls) if tensor is not None]
-        before = [tensor.clone() for tensor in own] if self._only_finite else []
+    def _update(self, running: _Running, parts: Sequence[Moments], skipped: Tensor | None) -> None:
+        mean, variance = combined(parts)
+        buffers = [tensor for tensor in (running.mean, running.variance, running.calls) if tensor is not None]
+        before = [tensor.clone() for tensor in buffers] if self._only_finite else []
         if running.calls is not None:
             running.calls.add_(1)
         for old, new in ((running.mean, mean), (running.variance, variance)):
@@ -148,16 +156,17 @@ class BatchStatistics(Observer):
             finite = torch.cat([mean, variance]).isfinite().all()
             if skipped is not None:
                 finite &= skipped == 0
-            for now, earlier in zip(own, before, strict=True):
-                now.copy_(torch.where(finite, now, earlier))
+            for buffer, saved in zip(buffers, before, strict=True):
+                buffer.copy_(torch.where(finite, buffer, saved))
 
 
-def joined(moments: Sequence[Moments]) -> tuple[Tensor, Tensor]:
+def combined(moments: Sequence[Moments]) -> tuple[Tensor, Tensor]:
     """Return the mean and unbiased variance over several sets of values, in float64."""
-    count: Any = sum(of.values for of in moments)
-    mean = torch.stack([of.mean.double() * (of.values / count) for of in moments]).sum(0)
+    count: Any = sum(part.values for part in moments)
+    mean = torch.stack([part.mean.double() * (part.values / count) for part in moments]).sum(0)
     squares = [
-        of.variance.double() * (of.values - 1) + of.values * (of.mean.double() - mean) ** 2 for of in moments
+        part.variance.double() * (part.values - 1) + part.values * (part.mean.double() - mean) ** 2
+        for part in moments
     ]
     return mean, torch.stack(squares).sum(0) / (count - 1)
 
@@ -165,7 +174,7 @@ def joined(moments: Sequence[Moments]) -> tuple[Tensor, Tensor]:
 _Calls = defaultdict[int, list[Moments]]  # by BatchNorm, in one forward
 
 
-class _Noting(TorchFunctionMode):
+class _RecordMoments(TorchFunctionMode):
     def __init__(self, running: Mapping[int, _Running], calls: _Calls) -> None:
         super().__init__()
         self._running, self._calls = running, calls

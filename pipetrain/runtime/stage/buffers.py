@@ -25,16 +25,16 @@ class Buffers:
     """The buffers of a module, in all their places, `without` those of some identities."""
 
     def __init__(self, module: nn.Module, without: Collection[int] = ()) -> None:
-        own = {id(buffer) for buffer in module.buffers()} - set(without)
-        self._places = [place for place in places(module) if id(place.tensor) in own]
+        included = {id(buffer) for buffer in module.buffers()} - set(without)
+        self._places = [place for place in places(module) if id(place.tensor) in included]
         self.reruns: bool | None = None
         """Whether a backward changes them, as a layer that recomputes inside does; None: unknown yet."""
 
     def copies(self) -> Copies:
-        now = {id(place.tensor): place.tensor for place in self._places}
-        copied = {key: torch.empty_like(tensor) for key, tensor in now.items()}
-        both: list[Any] = [[*map(signed, now.values())], [*map(signed, copied.values())]]
-        kinds: Any = _group_tensors_by_device_and_dtype(both).values() if now else ()
+        tensors = {id(place.tensor): place.tensor for place in self._places}
+        copied = {key: torch.empty_like(tensor) for key, tensor in tensors.items()}
+        pairs: list[Any] = [[*map(signed, tensors.values())], [*map(signed, copied.values())]]
+        kinds: Any = _group_tensors_by_device_and_dtype(pairs).values() if tensors else ()
         for (old, new), _ in kinds:
             torch._foreach_copy_(new, old)  # on a GPU one kernel
         return [(place.tensor, copied[id(place.tensor)]) for place in self._places]
@@ -42,13 +42,13 @@ class Buffers:
     @contextmanager
     def replaced(self, copies: Copies) -> Iterator[None]:
         """Let the module work on copies, and drop its changes; without copies, on its own buffers."""
-        own = [place.tensor for place in self._places] if copies else []
+        originals = [place.tensor for place in self._places] if copies else []
         try:
             for place, (_, copied) in zip(self._places, copies, strict=False):
                 place.container[place.key] = copied
             yield
         finally:
-            for place, buffer in zip(self._places, own, strict=False):
+            for place, buffer in zip(self._places, originals, strict=False):
                 place.container[place.key] = buffer
 
     def in_backward(self) -> AbstractContextManager[None]:
@@ -73,8 +73,8 @@ class Buffers:
         for number, (place, (buffer, old)) in enumerate(zip(self._places, before, strict=True)):
             if place.tensor is not buffer:
                 place.container[place.key] = place.tensor.clone()
-            now, *copies = map(signed, (place.tensor.data, *(of[number][1] for of in later)))
-            was, counts = signed(old), not (differentiable(now) or now.dtype is torch.bool)
-            added = (copies or [now])[0] - was if counts else None
-            for numbers in (now, *copies):
-                torch.where(spoilt, was if added is None else numbers - added, numbers, out=numbers)
+            current, *copies = map(signed, (place.tensor.data, *(buffers[number][1] for buffers in later)))
+            saved, counts = signed(old), not (differentiable(current) or current.dtype is torch.bool)
+            added = (copies or [current])[0] - saved if counts else None
+            for numbers in (current, *copies):
+                torch.where(spoilt, saved if added is None else numbers - added, numbers, out=numbers)

@@ -19,7 +19,7 @@ from pipetrain.correction import Correction
 
 STEP, SQUARE = "last_step", "squared_step"  # keys of the state of a weight
 RATE = "last_rate"  # of the last step, as a fraction of the peak rate
-KEPT = (STEP, SQUARE)
+SAVED_KEYS = (STEP, SQUARE)
 DECAY = 0.999  # of the mean of squared steps
 
 
@@ -51,9 +51,10 @@ class CorrectionState:
 
     def _changes(self, update: int) -> list[float]:
         """Return the rate of an update for each weight, as a multiple of that of its last step."""
-        rates, before = self._rates(update), self._rates(max(update - 1, 0))
+        rates, rates_before = self._rates(update), self._rates(max(update - 1, 0))
         lasts = [
-            self.state[p].get(RATE, known) for p, known in zip(self._weights.values(), before, strict=True)
+            self.state[p].get(RATE, before_rate)
+            for p, before_rate in zip(self._weights.values(), rates_before, strict=True)
         ]
         return [rate / last if last else 0.0 for rate, last in zip(rates, lasts, strict=True)]
 
@@ -86,23 +87,23 @@ class CorrectionState:
         if not states:
             return
         steps = torch._foreach_div([state[STEP] for state in states], [state[RATE] for state in states])
-        sizes = _wide(torch._foreach_abs(steps))
+        sizes = _widened(torch._foreach_abs(steps))
         squares = torch._foreach_mul(sizes, sizes)
         for state, square in zip(states, squares, strict=True):
             state.setdefault(SQUARE, square)
         means = [state[SQUARE] for state in states]
         torch._foreach_lerp_(means, [*squares], (1 - DECAY) / (1 - DECAY**count))
 
-    def known(self, parameter: Tensor) -> dict[str, Tensor]:
+    def named_values(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the state of a weight, in the form that it has after a first update."""
         step = torch.zeros_like(parameter.data)
-        fresh = dict(zip(KEPT[: self.correction.copies], (step, *_wide([step.abs()])), strict=False))
-        kept = self.state.get(parameter, {})
-        return {**fresh, **{key: kept[key] for key in KEPT if key in kept}}
+        fresh = dict(zip(SAVED_KEYS[: self.correction.copies], (step, *_widened([step.abs()])), strict=False))
+        saved = self.state.get(parameter, {})
+        return {**fresh, **{key: saved[key] for key in SAVED_KEYS if key in saved}}
 
     def complete(self) -> None:
         """After a load, hold what this correction needs; a weight that was frozen has not moved yet."""
-        loaded, keys = dict(self.state), KEPT[: self.correction.copies]
+        loaded, keys = dict(self.state), SAVED_KEYS[: self.correction.copies]
         self.state.clear()
         for p in self._weights.values() if loaded and keys else ():
             state = loaded.get(p, {STEP: torch.zeros_like(p.data)})
@@ -128,7 +129,7 @@ class CorrectionState:
             self.correction.weigh(gradients, gaps, torch._foreach_sqrt([state[SQUARE] for state in states]))
 
 
-def _wide(sizes: Sequence[Tensor]) -> list[Tensor]:
+def _widened(sizes: Sequence[Tensor]) -> list[Tensor]:
     """Return sizes in a dtype in which their squares do not vanish: for 16 bits, 32."""
     return [size.to(torch.promote_types(size.dtype, torch.float32)) for size in sizes]
 

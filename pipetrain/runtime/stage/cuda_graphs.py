@@ -34,7 +34,7 @@ from pipetrain.runtime.stage.parameter_store import ParameterStore
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.schedule.actions import Predicted, Read
 
-_RECORDED = -1  # the microbatch of a pass that is captured
+_CAPTURED_MB = -1  # the microbatch of a pass that is captured
 Example = tuple[Tensors, Target | None, Saving]  # a microbatch's inputs, target, and what it saves
 
 
@@ -84,7 +84,7 @@ class CapturedPass:
         counted = self.recorded
         if counted is None or target is None:
             return None
-        sums = {name: some.clone() for name, some in counted.sums.items()}
+        sums = {name: sum.clone() for name, sum in counted.sums.items()}
         return Counted(target.share, counted.loss.clone(), target.weight, target.samples, sums)
 
 
@@ -97,7 +97,7 @@ class FixedStore(ParameterStore):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._fixed: dict[str, Tensor] = {}  # gradients
-        self._graded: set[str] = set()  # parameters with a gradient so far, in rehearsals too
+        self._with_gradient: set[str] = set()  # parameters with a gradient so far, in rehearsals too
         super().__init__(*arguments, **options)
 
     def fix(self, versions: int) -> dict[int, dict[str, nn.Parameter]]:
@@ -105,11 +105,11 @@ class FixedStore(ParameterStore):
         self._fixed = {name: torch.zeros_like(p.data) for name, p in self.parameters.items()}
         self._versions = {self.newest: self._fresh_leaves()}
         self._accumulating = self._versions[self.newest]
-        own = [p.data for p in self.parameters.values()]
+        current = [p.data for p in self.parameters.values()]
         while len(self._spare) < versions - 1:
-            self._spare.append([torch.empty_like(t) for t in own])
+            self._spare.append([torch.empty_like(t) for t in current])
         by_address = {}
-        for storage in (own, *self._spare):
+        for storage in (current, *self._spare):
             leaves = self._fresh_leaves()
             for leaf, data in zip(leaves.values(), storage, strict=True):
                 leaf.data = data
@@ -129,7 +129,7 @@ class FixedStore(ParameterStore):
         return _address(self._versions[read].values())
 
     @contextmanager
-    def only(self, leaves: dict[str, nn.Parameter]) -> Iterator[None]:
+    def holding_only(self, leaves: dict[str, nn.Parameter]) -> Iterator[None]:
         before = self._versions
         self._versions = {0: leaves}
         try:
@@ -142,11 +142,11 @@ class FixedStore(ParameterStore):
             super().accumulate_on(read)
 
     def reduce(self) -> None:
-        for name in self._graded if self._fixed else ():
+        for name in self._with_gradient if self._fixed else ():
             self.parameters[name].grad = self._fixed[name]
         if not self._fixed:
             super().reduce()
-            self._graded.update(self.gradients())  # in place: a rehearsal restores attributes
+            self._with_gradient.update(self.gradients())  # in place: a rehearsal restores attributes
 
     def drop_gradients(self) -> None:
         super().drop_gradients()
@@ -177,111 +177,118 @@ class GraphedStage(Stage):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._free: list[int] = []  # slots
+        self._free_slots: list[int] = []  # slots
         self._passes: dict[
             tuple[int, int], CapturedPass
         ] = {}  # by slot, and by the storage of a weight version
         # The last microbatch before `capture`, in a list, as a rehearsal restores attributes; then None.
         self._example: list[Example] | None = []
         self._replayed: dict[int, CapturedPass] = {}
-        self._known: Held | None = None  # at the capture
+        self._attributes_at_capture: Held | None = None  # at the capture
         self._replays = False  # in this window: a program may have changed attributes since
 
     def forward(
         self, mb: int, x: Tensors, read: Read, target: Target | None = None, saving: Saving = WHOLE
     ) -> Tensors:
         x = tuple(self.numerics.arrange(t.detach()) for t in x)
-        aims = as_tuple(target.value) if target is not None else ()
-        eager = any(observer.needs_outputs() for observer in self.observers)
-        replays = self._replays and self._free and not eager
-        one = self._passes.get((self._free[-1], self.store.storage(read))) if replays else None
+        target_tensors = as_tuple(target.value) if target is not None else ()
+        needs_layers = any(observer.needs_outputs() for observer in self.observers)
+        replays = self._replays and self._free_slots and not needs_layers
+        captured = self._passes.get((self._free_slots[-1], self.store.storage(read))) if replays else None
         weighs = target is None or target.weight
-        if one is None or one.saving != saving or not one.fits(x, aims) or not weighs:
+        if (
+            captured is None
+            or captured.saving != saving
+            or not captured.fits(x, target_tensors)
+            or not weighs
+        ):
             if self.rehearses and self._example is not None:
                 self._example[:] = [(x, target, saving)]
             return super().forward(mb, x, read, target, saving)
-        self._free.pop()
-        _copy((*one.inputs, *one.target), (*x, *aims))
-        opened = self._open[mb] = Microbatch(mb, (), read, saving)
+        self._free_slots.pop()
+        _copy((*captured.inputs, *captured.target), (*x, *target_tensors))
+        opened = self._microbatches[mb] = Microbatch(mb, (), read, saving)
         with around(self.observers, opened):
-            one.forward.replay()
-        opened.counted = one.counted(target)
-        self._replayed[mb] = one
+            captured.forward.replay()
+        opened.counted = captured.counted(target)
+        self._replayed[mb] = captured
         # Copied if the outputs may still be in use after the backward, as no gradient comes back.
-        return one.outputs if one.grads else tuple(t.clone() for t in one.outputs)
+        return captured.outputs if captured.grads else tuple(t.clone() for t in captured.outputs)
 
     def backward(self, mb: int, grads: Tensors, read: Read) -> Tensors:
-        if (one := self._replayed.pop(mb, None)) is None:
+        if (captured := self._replayed.pop(mb, None)) is None:
             return super().backward(mb, grads, read)
-        self._give(one, self._close(mb, read), grads)
-        self._free.append(one.slot)
-        return self._back(one)
+        self._load_gradients(captured, self._close(mb, read), grads)
+        self._free_slots.append(captured.slot)
+        return self._replay_backward(captured)
 
     def backward_input(self, mb: int, grads: Tensors, read: Read) -> Tensors:
-        if (one := self._replayed.get(mb)) is None:
+        if (captured := self._replayed.get(mb)) is None:
             return super().backward_input(mb, grads, read)
-        self._give(one, self._open[mb], grads)
-        return self._back(one) if one.weight is not None else ()
+        self._load_gradients(captured, self._microbatches[mb], grads)
+        return self._replay_backward(captured) if captured.weight is not None else ()
 
     def backward_weight(self, mb: int, read: Read) -> None:
-        if (one := self._replayed.pop(mb, None)) is None:
+        if (captured := self._replayed.pop(mb, None)) is None:
             super().backward_weight(mb, read)
             return
         self._close(mb, read)
-        (one.weight or one.backward).replay()
-        self._free.append(one.slot)
+        (captured.weight or captured.backward).replay()
+        self._free_slots.append(captured.slot)
 
     def _adding(self) -> AbstractContextManager[None]:
         """Add directly: a graph's kernel costs no launch, and each slot's memory would hold the gradients."""
         return nullcontext() if self.store.fixed else super()._adding()
 
-    def _give(self, one: CapturedPass, opened: Microbatch, grads: Tensors) -> None:
+    def _load_gradients(self, captured: CapturedPass, opened: Microbatch, grads: Tensors) -> None:
         if opened.counted is not None:
-            one.grads[0].fill_(opened.counted.share)
+            captured.grads[0].fill_(opened.counted.share)
         else:
-            _copy(one.grads, grads)  # none if no earlier stage has weights
+            _copy(captured.grads, grads)  # none if no earlier stage has weights
 
-    def _back(self, one: CapturedPass) -> Tensors:
-        one.backward.replay()
-        return tuple(t.clone() for t in one.back)  # another slot's backward overwrites it
+    def _replay_backward(self, captured: CapturedPass) -> Tensors:
+        captured.backward.replay()
+        return tuple(t.clone() for t in captured.back)  # another slot's backward overwrites it
 
     @property
     def captured(self) -> bool:
         return bool(self._passes)
 
-    def capture(self, slots: int, versions: int, why: str = "") -> str:
+    def capture(self, slots: int, versions: int, reason: str = "") -> str:
         """Capture the passes of so many open microbatches and weight versions.
 
-        If that is impossible, or not wanted (`why`), return why and leave the stage unchanged.
+        If that is impossible, or not wanted (`reason`), return why and leave the stage unchanged.
         """
         example, self._example = self._example, None
         assert example, f"stage {self.index} is captured once, after a rehearsal"
-        if why:
-            return why
-        before, generators = self._held(), RngSnapshot()
+        if reason:
+            return reason
+        before, generators = self._attributes(), RngSnapshot()
         hooks = [(m._forward_hooks, m._forward_pre_hooks, m._backward_hooks) for m in self.module.modules()]
-        last, *own = [GraphMemory(torch.cuda.graph_pool_handle()) for _ in range(1 + slots)]
+        shared, *slot_memories = [GraphMemory(torch.cuda.graph_pool_handle()) for _ in range(1 + slots)]
         observers, self.observers = self.observers, []  # in a pass on a GPU they look at nothing
         try:
             with torch.cuda.stream(torch.cuda.current_stream()):  # a failed capture does not leave its stream
                 for storage, leaves in self.store.fix(versions).items():
-                    with self.store.only(leaves):
-                        for slot, memory in enumerate(own):
-                            how = memory, last, versions > 1, example[0]
-                            self._passes[slot, storage] = self._captured(slot, *how)
+                    with self.store.holding_only(leaves):
+                        for slot, memory in enumerate(slot_memories):
+                            arguments = memory, shared, versions > 1, example[0]
+                            self._passes[slot, storage] = self._captured(slot, *arguments)
             if any(map(any, hooks)) or before.changed() or generators.drawn():
-                why = "layers have hooks, or do more than change tensors in place, which a replay would not"
+                reason = (
+                    "layers have hooks, or do more than change tensors in place, which a replay would not"
+                )
         except Exception as error:
-            why = f"layers or loss do what a graph cannot, such as to look at a number: {one_line(error)}"
+            reason = f"layers or loss do what a graph cannot, such as to look at a number: {one_line(error)}"
         self.observers = observers
-        if why:
-            self._passes, self._open, self._batch = {}, {}, Batch()
+        if reason:
+            self._passes, self._microbatches, self._batch = {}, {}, Batch()
             self.store.unfix()
         else:
-            self._free, self._known = list(range(slots)), before
-        return why
+            self._free_slots, self._attributes_at_capture = list(range(slots)), before
+        return reason
 
-    def _held(self) -> Held:
+    def _attributes(self) -> Held:
         """Return what the passes may depend on besides tensors: attributes of layers and the task."""
         of_task = vars(self.objective.task) if self.objective else {}
         losses = [value for value in of_task.values() if isinstance(value, nn.Module)]
@@ -289,37 +296,41 @@ class GraphedStage(Stage):
 
     def begin_window(self, predicted: Sequence[Predicted] = ()) -> None:
         super().begin_window(predicted)
-        self._replays = self._known is not None and not self._known.changed()
+        self._replays = self._attributes_at_capture is not None and not self._attributes_at_capture.changed()
 
     def _captured(
-        self, slot: int, own: GraphMemory, last: GraphMemory, several: bool, like: Example
+        self, slot: int, memory: GraphMemory, shared: GraphMemory, several: bool, like: Example
     ) -> CapturedPass:
-        """Capture the passes of a slot in its `own` memory, and its last pass in the `last` memory.
+        """Capture the passes of a slot in its `memory` memory, and its last pass in the `shared` memory.
 
         `several`: there are several weight versions, which share one place for outputs; `like`: an example.
         """
         x, target, saving = like
-        mine, aims = own.copied("inputs", x), cast(Tensors, ())
+        inputs, targets = memory.copied("inputs", x), cast(Tensors, ())
         if target is not None:
-            aims = own.copied("targets", as_tuple(target.value))
-            target = replace(target, value=ValueSpec.like(target.value).pack(aims))
-        first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with _capturing(first, own.pool):
-            outputs = super().forward(_RECORDED, mine, 0, target, saving)
+            targets = memory.copied("targets", as_tuple(target.value))
+            target = replace(target, value=ValueSpec.like(target.value).pack(targets))
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with _capturing(forward, memory.pool):
+            outputs = super().forward(_CAPTURED_MB, inputs, 0, target, saving)
             if several:
-                outputs = own.copied("outputs", outputs)
-        one = self._open[_RECORDED]
-        needed = [t for t, need in zip(one.outputs, self.needed(one.outputs), strict=True) if need]
-        grads = (own if saving.split else last).place("gradients", tuple(needed))  # W may need them too
-        third = torch.cuda.CUDAGraph() if one.deferred is not None else None
-        with _capturing(second, (own if third else last).pool):
-            back = (super().backward_input if third else super().backward)(_RECORDED, grads, 0)
-            back = last.copied("back", back)
-        if third:
-            with _capturing(third, last.pool):
-                super().backward_weight(_RECORDED, 0)
+                outputs = memory.copied("outputs", outputs)
+        microbatch = self._microbatches[_CAPTURED_MB]
+        needed = [
+            t for t, need in zip(microbatch.outputs, self.needed(microbatch.outputs), strict=True) if need
+        ]
+        grads = (memory if saving.split else shared).place("gradients", tuple(needed))  # W may need them too
+        weight = torch.cuda.CUDAGraph() if microbatch.deferred is not None else None
+        with _capturing(backward, (memory if weight else shared).pool):
+            back = (super().backward_input if weight else super().backward)(_CAPTURED_MB, grads, 0)
+            back = shared.copied("back", back)
+        if weight:
+            with _capturing(weight, shared.pool):
+                super().backward_weight(_CAPTURED_MB, 0)
         self._batch = Batch()
-        return CapturedPass(slot, mine, aims, one.counted, outputs, grads, back, first, second, third, saving)
+        return CapturedPass(
+            slot, inputs, targets, microbatch.counted, outputs, grads, back, forward, backward, weight, saving
+        )
 
 
 @contextmanager

@@ -20,31 +20,37 @@ from pipetrain.errors import ConfigError, one_line
 class Rates:
     """The rates of an optimizer's groups; `shown`: the parameter whose rate is recorded, if it is here."""
 
-    def __init__(self, optimizer: Optimizer | None, how: LearningRate, shown: Tensor | None) -> None:
+    def __init__(
+        self, optimizer: Optimizer | None, learning_rate: LearningRate, shown: Tensor | None
+    ) -> None:
         self._groups = groups = optimizer.param_groups if optimizer else []
-        self._began, self._fraction = self._now(), how.fraction
+        self._initial, self._fraction = self._current(), learning_rate.fraction
         try:
-            self.scheduler = how.scheduler(optimizer) if optimizer and how.scheduler else None
+            self.scheduler = (
+                learning_rate.scheduler(optimizer) if optimizer and learning_rate.scheduler else None
+            )
         except Exception as error:  # a user's function may raise anything
             raise ConfigError(
                 f"lr_schedule= fails for the optimizer of a stage, which has {len(groups)} of the parameter "
                 f"groups: {one_line(error)}; let it do without the others"
             ) from error
-        self._left = self._now()  # as last seen
-        self._shown = next((n for n, of in enumerate(groups) if any(p is shown for p in of["params"])), None)
+        self._last_seen = self._current()  # as last seen
+        self._shown = next(
+            (n for n, group in enumerate(groups) if any(p is shown for p in group["params"])), None
+        )
         self.used: list[Any] = []
         """The rate of each update since `take`, if it is recorded."""
 
-    def _now(self) -> list[Any]:
+    def _current(self) -> list[Any]:
         return [group.get("lr") for group in self._groups]
 
     def options(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Return each group, and its options as they are now."""
         return [(group, dict(group)) for group in self._groups]
 
-    def note(self) -> None:
+    def accept_current(self) -> None:
         """Accept the current rates of the groups, as after a load: the program has not set them."""
-        self._left = self._now()
+        self._last_seen = self._current()
 
     def prepare(self, update: int) -> None:
         """Set the rates of the next update, if there is a function.
@@ -53,34 +59,34 @@ class Rates:
         """
         if self._fraction is None and self.scheduler is None:
             return
-        for number, (now, left) in enumerate(zip(self._now(), self._left, strict=True)):
-            if now is not left and (isinstance(now, Tensor) or now != left):
+        for number, (current, seen) in enumerate(zip(self._current(), self._last_seen, strict=True)):
+            if current is not seen and (isinstance(current, Tensor) or current != seen):
                 raise ConfigError(
                     f"lr_schedule= sets the rate of every update, and before update {update} the program has "
-                    f"set that of parameter group {number} to {now}: leave one of them out"
+                    f"set that of parameter group {number} to {current}: leave one of them out"
                 )
         if self._fraction is not None:
             fraction = self._fraction(update)
-            for group, rate in zip(self._groups, self._began, strict=True):
+            for group, rate in zip(self._groups, self._initial, strict=True):
                 if rate is not None:
                     group["lr"] = rate * fraction
-            self.note()
+            self.accept_current()
 
     @contextmanager
     def corrected(self, factor: float) -> Iterator[None]:
         """Multiply the rates of the update in this context by a factor; a program sees them without it."""
-        before = self._now()
+        before = self._current()
         for group, rate in zip(self._groups, before, strict=True):
             if factor != 1 and rate is not None:
                 group["lr"] = rate * factor
-        used = self._now()
+        used = self._current()
         yield
-        for group, rate, one in zip(self._groups, before, used, strict=True):
+        for group, rate, used_rate in zip(self._groups, before, used, strict=True):
             if factor != 1 and rate is not None:  # or as the optimizer itself has changed it
-                group["lr"] = rate if group["lr"] is one else group["lr"] / factor
+                group["lr"] = rate if group["lr"] is used_rate else group["lr"] / factor
         if self.scheduler is not None:
             self.scheduler.step()
-        self.note()
+        self.accept_current()
         if self._shown is not None:
             rate = before[self._shown]
             self.used.append(rate.clone() if isinstance(rate, Tensor) else rate)
@@ -94,10 +100,14 @@ class Rates:
         """Return each group's rate of an update as a fraction of its first; without a function, of now."""
         if self._fraction is not None:
             return [self._fraction(update)] * len(self._groups)
-        return [_share(now, began) for now, began in zip(self._now(), self._began, strict=True)]
+        return [
+            _ratio(current, initial) for current, initial in zip(self._current(), self._initial, strict=True)
+        ]
 
 
-def _share(now: Any, began: Any) -> float:
+def _ratio(rate: Any, initial: Any) -> float:
     """Return the ratio of two rates; 1 for rates that would make a host wait."""
-    known = all(rate is not None and not (isinstance(rate, Tensor) and rate.is_cuda) for rate in (now, began))
-    return float(now) / float(began) if known and began else 1.0
+    readable = all(
+        value is not None and not (isinstance(value, Tensor) and value.is_cuda) for value in (rate, initial)
+    )
+    return float(rate) / float(initial) if readable and initial else 1.0

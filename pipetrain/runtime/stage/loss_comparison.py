@@ -21,7 +21,7 @@ from pipetrain.model.random_numbers import RngSnapshot
 from pipetrain.model.specs import cast_floats, join
 from pipetrain.runtime.microbatch_feed import Target
 from pipetrain.runtime.stage.microbatch import Batch, Microbatch
-from pipetrain.runtime.stage.nonfinite import WEIGH, Awaiting
+from pipetrain.runtime.stage.nonfinite import GIVE_WEIGHT, ReadsLater
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.tasks import Task
 
@@ -29,7 +29,7 @@ MOST_KEPT = 2**18  # numbers in the outputs of a microbatch
 TOLERANCE, SAME = 1e-5, 1e-9  # relative, for the batch, and for a microbatch that is computed twice
 
 
-class BatchLoss(Awaiting):
+class BatchLoss(ReadsLater):
     """Stops a training if the loss of a batch is not that of its microbatches.
 
     Not compared are losses that differ when called again, as with random numbers, that read weights, or that
@@ -66,7 +66,7 @@ class BatchLoss(Awaiting):
             return
         self._compares = not numbers.requires_grad
         if self._compares and not self._stage.rehearses:
-            self._await(partial(self._look, self._stage.weights.updates), numbers)
+            self._read_later(partial(self._look, self._stage.weights.updates), numbers)
 
     def _loss(self, task: Task, several: Sequence[tuple[Tensors, Target]]) -> Tensor:
         """Return the mean loss of several microbatches in one call."""
@@ -88,6 +88,6 @@ class BatchLoss(Awaiting):
         if abs(whole - parts) > TOLERANCE * max(abs(whole), 1e-2 * self._largest):
             raise TrainingStopped(
                 f"the loss of the batch of update {update} is {whole:.6g}, and that of its microbatches is "
-                f"{parts:.6g}: it compares samples, or is no mean over what counts; {WEIGH}, or set "
+                f"{parts:.6g}: it compares samples, or is no mean over what counts; {GIVE_WEIGHT}, or set "
                 f"microbatches=1"
             )

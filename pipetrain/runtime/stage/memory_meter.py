@@ -23,7 +23,7 @@ from pipetrain.model.trial_tensors import strided
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.schedule.actions import Action, Op
 
-MOST = 1000  # actions measured; an asynchronous window repeats itself long before
+MAX_ACTIONS = 1000  # actions measured; an asynchronous window repeats itself long before
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,46 +47,46 @@ class Meter:
         self._saved: dict[int, dict[int, int]] = {stage: {} for stage in stages}
         self._refs: dict[tuple[int, int], weakref.ref[torch.UntypedStorage]] = {}
         self._peaks = dict.fromkeys(stages, 0)
-        self._left = MOST
+        self._actions_left = MAX_ACTIONS
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
     def during(self, action: Action) -> AbstractContextManager[object]:
         """Return a context for an action, which records what autograd saves."""
-        if action.op not in (Op.F, Op.R) or not self._left:
+        if action.op not in (Op.F, Op.R) or not self._actions_left:
             return nullcontext()
-        return saved_tensors_hooks(partial(self._note, action.stage), lambda tensor: tensor)
+        return saved_tensors_hooks(partial(self._record_storage, action.stage), lambda tensor: tensor)
 
     def after(self, messages: Iterable[tuple[Sequence[int], Tensor]]) -> dict[int, int]:
         """Measure after an action, and return the bytes that each stage holds now.
 
         `messages`: their tensors, with the stages between them; if both are on this rank the last one counts.
         """
-        if not self._left:
+        if not self._actions_left:
             return {}
-        self._left -= 1
+        self._actions_left -= 1
         by_stage: dict[int, list[Tensor]] = {stage: [] for stage in self._stages}
         for between, tensor in messages:
             by_stage[next(stage for stage in reversed(between) if stage in by_stage)].append(tensor)
-        now = {stage: self._bytes_of(stage, tensors) for stage, tensors in by_stage.items()}
-        self._peaks = {stage: max(peak, now[stage]) for stage, peak in self._peaks.items()}
-        return now
+        stage_bytes = {stage: self._bytes_of(stage, tensors) for stage, tensors in by_stage.items()}
+        self._peaks = {stage: max(peak, stage_bytes[stage]) for stage, peak in self._peaks.items()}
+        return stage_bytes
 
     def close(self) -> PeakBytes:
         """End the measurement after the window."""
         cuda = self._device.type == "cuda"
         return PeakBytes(self._peaks, torch.cuda.max_memory_allocated(self._device) if cuda else None)
 
-    def _note(self, stage: int, tensor: Tensor) -> Tensor:
+    def _record_storage(self, stage: int, tensor: Tensor) -> Tensor:
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             key = id(storage)
             if key not in self._saved[stage]:
                 self._saved[stage][key] = storage.nbytes()
-                self._refs[stage, key] = weakref.ref(storage, partial(self._forget, stage, key))
+                self._refs[stage, key] = weakref.ref(storage, partial(self._drop_storage, stage, key))
         return tensor.detach()  # a node that saves its own output would keep itself alive
 
-    def _forget(self, stage: int, key: int, _: object) -> None:
+    def _drop_storage(self, stage: int, key: int, _: object) -> None:
         del self._saved[stage][key], self._refs[stage, key]
 
     def _bytes_of(self, number: int, messages: list[Tensor]) -> int:
@@ -95,4 +95,4 @@ class Meter:
         held, state = stage.weights.held()
         tensors = [*held, *stage.module.parameters(), *stage.module.buffers()]
         storages = [t.untyped_storage() for t in strided(tensors, [*stage.open_tensors(), *messages], state)]
-        return sum(({id(one): one.nbytes() for one in storages} | self._saved[number]).values())
+        return sum(({id(storage): storage.nbytes() for storage in storages} | self._saved[number]).values())

@@ -28,19 +28,19 @@ from pipetrain.runtime.stage.microbatch import Batch, Microbatch, Observer
 from pipetrain.runtime.stage.objective import Counted
 from pipetrain.runtime.stage.stage import Stage
 
-LOWER = "try a lower optim.lr, or a warmup"
-CLEAN = "look for NaN and infinite numbers there"
-WEIGH = "give weight=, a function of the targets that says what they count for"
+LOWER_RATE = "try a lower optim.lr, or a warmup"
+CHECK_DATA = "look for NaN and infinite numbers there"
+GIVE_WEIGHT = "give weight=, a function of the targets that says what they count for"
 
 
 def not_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Return 1 if any number is not finite, else 0, as torch.amp.GradScaler does."""
     bad = torch.zeros((), dtype=torch.float32, device=tensors[0].device)  # whatever the default is
     narrow = [t for t in tensors if t.dtype is torch.bfloat16 and t.numel()]
-    found = [t for t in tensors if t.dtype is not torch.bfloat16]
+    checked = [t for t in tensors if t.dtype is not torch.bfloat16]
     if narrow:  # the CUDA kernel does not support them: check their largest numbers instead
-        found += torch._foreach_norm(narrow, math.inf, torch.float32)
-    torch._amp_foreach_non_finite_check_and_unscale_(found, bad, torch.ones_like(bad))
+        checked += torch._foreach_norm(narrow, math.inf, torch.float32)
+    torch._amp_foreach_non_finite_check_and_unscale_(checked, bad, torch.ones_like(bad))
     return bad
 
 
@@ -67,8 +67,8 @@ def origin(stage: Stage, microbatch: Microbatch) -> tuple[str, str]:
     for value, tensor in zip(stage.module.slice.enters, microbatch.inputs, strict=True):
         if not all_finite(_numbers([tensor])):
             if value.layer == INPUT:
-                return "what came from the data", CLEAN
-            return f"what came from layer {value.layer}, in an earlier stage", LOWER
+                return "what came from the data", CHECK_DATA
+            return f"what came from layer {value.layer}, in an earlier stage", LOWER_RATE
     first: list[str] = []
 
     def see(name: str, outputs: Tensors) -> None:
@@ -84,25 +84,25 @@ def origin(stage: Stage, microbatch: Microbatch) -> tuple[str, str]:
         stage.module.observed(microbatch.inputs, see)
     target = microbatch.target
     if not first and target is not None and not all_finite(_numbers(as_tuple(target.value))):
-        return "the targets, what came from the data", CLEAN
-    return next(iter(first), ""), LOWER
+        return "the targets, what came from the data", CHECK_DATA
+    return next(iter(first), ""), LOWER_RATE
 
 
-class Awaiting(Observer):
+class ReadsLater(Observer):
     """Reads numbers of a GPU when they have arrived at the host."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         # What reads the numbers, these in host memory, and the torch.cuda.Event of their arrival.
-        self._coming: deque[tuple[Callable[[list[float]], None], Tensor, Any]] = deque()
+        self._arriving: deque[tuple[Callable[[list[float]], None], Tensor, Any]] = deque()
 
     def check(self, wait: bool) -> None:
-        while self._coming and (wait or self._coming[0][-1].query()):
-            look, numbers, arrived = self._coming.popleft()
+        while self._arriving and (wait or self._arriving[0][-1].query()):
+            look, numbers, arrived = self._arriving.popleft()
             arrived.synchronize()
             look(numbers.tolist())
 
-    def _await(self, look: Callable[[list[float]], None], numbers: Tensor) -> None:
+    def _read_later(self, look: Callable[[list[float]], None], numbers: Tensor) -> None:
         if not numbers.is_cuda:
             look(numbers.tolist())
             return
@@ -110,10 +110,10 @@ class Awaiting(Observer):
         host.copy_(numbers, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
-        self._coming.append((look, host, arrived))
+        self._arriving.append((look, host, arrived))
 
 
-class StopOnNaN(Awaiting):
+class StopOnNaN(ReadsLater):
     """Stops the training at a non-finite number of a stage; in a forward, also names the layer."""
 
     def around_forward(self, microbatch: Microbatch) -> None:
@@ -127,18 +127,18 @@ class StopOnNaN(Awaiting):
 
     def after_forward(self, microbatch: Microbatch, outputs: Tensors, made: Tensors) -> None:
         objective = self._stage.objective
-        if self._fine([t for t in outputs if objective or t.requires_grad]):  # a mask may have -inf
+        if self._all_finite([t for t in outputs if objective or t.requires_grad]):  # a mask may have -inf
             return
-        what = f"the activation of microbatch {microbatch.mb} is not finite"
+        message = f"the activation of microbatch {microbatch.mb} is not finite"
         where, way_out = origin(self._stage, microbatch)
         if objective is not None:
-            what = f"the loss of microbatch {microbatch.mb} is {outputs[0].item()}"
+            message = f"the loss of microbatch {microbatch.mb} is {outputs[0].item()}"
             if not where and objective.task.counts_samples and bool(outputs[0].isnan()):
-                where, way_out = "the loss itself, as where no target counts", WEIGH
-        self._stop(f"{what} (first in {where})" if where else what, way_out=way_out)
+                where, way_out = "the loss itself, as where no target counts", GIVE_WEIGHT
+        self._stop(f"{message} (first in {where})" if where else message, way_out=way_out)
 
     def after_backward(self, microbatch: Microbatch, back: Tensors) -> None:
-        if not self._fine(back):
+        if not self._all_finite(back):
             self._stop(f"the gradient of microbatch {microbatch.mb} is not finite")
 
     def after_reduce(self, batch: Batch) -> None:
@@ -146,15 +146,15 @@ class StopOnNaN(Awaiting):
         losses = [] if batch.losses is None else [batch.losses.detach()]
         if batch.mbs and any(t.is_cuda for t in (*losses, *gradients.values())):
             bad = not_finite([*gradients.values()] or losses).reshape(1)
-            look = partial(self._look, batch.mbs if losses else [], self._stage.weights.updates)
-            self._await(look, torch.cat([*losses, bad]))
+            look = partial(self._check_numbers, batch.mbs if losses else [], self._stage.weights.updates)
+            self._read_later(look, torch.cat([*losses, bad]))
             self.check(wait=False)
             return
         for name, grad in reversed(gradients.items()):  # a backward begins at the last one
             if not all_finite([grad]):
                 self._stop(f"the gradient of {name} is not finite")
 
-    def _look(self, mbs: Sequence[int], update: int, numbers: list[float]) -> None:
+    def _check_numbers(self, mbs: Sequence[int], update: int, numbers: list[float]) -> None:
         *losses, bad = numbers
         for mb, loss in zip(mbs, losses, strict=True):
             if not math.isfinite(loss):
@@ -162,7 +162,7 @@ class StopOnNaN(Awaiting):
         if bad:
             self._stop("the gradient is not finite", update)
 
-    def _fine(self, tensors: Sequence[Tensor]) -> bool:
+    def _all_finite(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether tensors in host memory are finite.
 
         On a GPU each check would cost kernels, and the result would arrive after the weights have changed.
@@ -172,7 +172,7 @@ class StopOnNaN(Awaiting):
         numbers = _numbers([t for t in tensors if differentiable(t)])
         return any(t.is_cuda for t in numbers) or all_finite(numbers)
 
-    def _stop(self, what: str, update: int | None = None, way_out: str = LOWER) -> None:
+    def _stop(self, message: str, update: int | None = None, way_out: str = LOWER_RATE) -> None:
         """Stop the training because of a number at an update, by default the next one."""
         if self._stage.rehearses:
             return
@@ -180,11 +180,11 @@ class StopOnNaN(Awaiting):
         update = updates if update is None else update
         when = f"{updates - update} updates later" if updates > update else "before the update"
         raise TrainingStopped(
-            f"{what} at stage {self._stage.index}, update {update}: stopped {when}; {way_out}"
+            f"{message} at stage {self._stage.index}, update {update}: stopped {when}; {way_out}"
         )
 
 
-class SkipOnNaN(Awaiting):
+class SkipOnNaN(ReadsLater):
     """Skips an update with a non-finite gradient, and its changes of the `buffers`; the count goes on."""
 
     def __init__(self, stage: Stage, buffers: Buffers) -> None:
@@ -217,12 +217,12 @@ class SkipOnNaN(Awaiting):
             self._buffers.restore_if(batch.skipped, before, [*self._before.values()])
         losses = [] if batch.losses is None else [batch.losses.detach()]
         counted, self._uncounted = self._uncounted, []
-        self._await(partial(self._count, counted), torch.cat([*losses, batch.skipped.reshape(1)]))
+        self._read_later(partial(self._count, counted), torch.cat([*losses, batch.skipped.reshape(1)]))
 
     def _is_bad(self, numbers: Sequence[Tensor], before: Copies) -> Tensor:
         """Return 1 if numbers, or buffers that were finite, are not finite; in a rehearsal 0."""
         bad = [not_finite(numbers)] if numbers else [torch.zeros((), device=self._stage.device)]
-        bad += [(now.isfinite() != old.isfinite()).any().float() for now, old in before]
+        bad += [(buffer.isfinite() != old.isfinite()).any().float() for buffer, old in before]
         return reduce(torch.maximum, bad) * (not self._stage.rehearses)
 
     def _count(self, counted: Sequence[Counted], numbers: list[float]) -> None:
@@ -230,4 +230,4 @@ class SkipOnNaN(Awaiting):
         self._stage.skipped += bool(skipped)
         if self._stage.objective is not None and losses:
             pairs = zip(counted, losses, strict=True)
-            self._stage.objective.count_all([one for one, loss in pairs if math.isfinite(loss)])
+            self._stage.objective.count_all([microbatch for microbatch, loss in pairs if math.isfinite(loss)])

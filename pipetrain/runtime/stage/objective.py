@@ -42,8 +42,8 @@ class Objective:
 
     def take_losses(self) -> list[float]:
         losses, self.losses = self.losses, []
-        own = [loss for loss in losses if loss is not None]
-        numbers = iter(torch.stack(own).tolist() if own else [])
+        local = [loss for loss in losses if loss is not None]
+        numbers = iter(torch.stack(local).tolist() if local else [])
         return [0.0 if loss is None else next(numbers) for loss in losses]
 
     def loss(self, outputs: Tensors, target: Target | None) -> Tensor:
@@ -83,8 +83,8 @@ class Objective:
         self.count_all(counted)
 
     def count_all(self, counted: Sequence[Counted]) -> None:
-        for one in counted:
-            self.trained.add(*one[1:])
+        for microbatch in counted:
+            self.trained.add(*microbatch[1:])
         self.trained.add_up()
 
     def model_output(self, outputs: Tensors) -> Any:
@@ -93,9 +93,9 @@ class Objective:
 
 def weighted(counted: Sequence[Counted]) -> Tensor:
     """Return the losses of microbatches, each times its share of the batch's loss [n]."""
-    if [one.share for one in counted] == [1.0]:
+    if [microbatch.share for microbatch in counted] == [1.0]:
         return counted[0].loss.unsqueeze(0)
-    losses, shares = [one.loss for one in counted], [one.share for one in counted]
+    losses, shares = [microbatch.loss for microbatch in counted], [microbatch.share for microbatch in counted]
     if len({*shares}) == 1:
         return torch.stack(losses).mul_(shares[0])
     return torch.stack(torch._foreach_mul(losses, shares))

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from pipetrain.model.packing import from_bytes, packed, to_bytes, unpacked
 
-_BESIDE = "correction"  # not a key of any optimizer
+_CORRECTION = "correction"  # not a key of any optimizer
 
 
 class OptimizerState:
@@ -36,40 +36,42 @@ class OptimizerState:
         beside: dict[Tensor, dict[str, Any]] | None = None,
         by_us: Collection[str] = ("params", "lr"),
     ) -> None:
-        self._optimizer, self._beside = optimizer, {} if beside is None else beside
-        self._by_us = by_us
+        self._optimizer, self._correction_state = optimizer, {} if beside is None else beside
+        self._options_we_set = by_us
         self._groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        self._began_with = {key: copy.deepcopy(self._options(group)) for key, group in self._groups.items()}
+        self._initial_options = {
+            key: copy.deepcopy(self._options(group)) for key, group in self._groups.items()
+        }
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in group.items() if key not in self._by_us}
+        return {key: value for key, value in group.items() if key not in self._options_we_set}
 
-    def of(self, parameter: Tensor) -> list[Tensor]:
+    def tensors_of(self, parameter: Tensor) -> list[Tensor]:
         """Return a parameter's state; complex tensors as pairs. Raises TypeError if it cannot be stored."""
-        options, before = self._options(self._groups[id(parameter)]), self._began_with[id(parameter)]
+        options, before = self._options(self._groups[id(parameter)]), self._initial_options[id(parameter)]
         changed = {k: v for k, v in options.items() if k not in before or not _same(v, before[k])}
         tensors: list[Tensor] = []
         state = dict(self._optimizer.state.get(parameter, {}))
-        if beside := self._beside.get(parameter):
-            state[_BESIDE] = beside
+        if correction_state := self._correction_state.get(parameter):
+            state[_CORRECTION] = correction_state
         tree = packed([state, changed], tensors, parameter)
         return [to_bytes(tree), *tensors]
 
     def restore(self, parameter: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Set the state of a parameter from the tensors of `of`."""
+        """Set the state of a parameter from the tensors of `tensors_of`."""
         tree, *values = tensors
         group = self._groups[id(parameter)]
-        placed = partial(_placed, parameter)
+        placed = partial(_copy_like, parameter)
         saved, changed = from_bytes(tree)["list"]
-        options = copy.deepcopy(self._began_with[id(parameter)]) | self._options(
+        options = copy.deepcopy(self._initial_options[id(parameter)]) | self._options(
             unpacked(changed, values, placed)
         )
         for key in self._options(group).keys() - options.keys():
             del group[key]
         for key, value in options.items():
-            now = group.get(key)
-            if isinstance(now, Tensor) and isinstance(value, Tensor):
-                value = value.to(now.device)
+            current = group.get(key)
+            if isinstance(current, Tensor) and isinstance(value, Tensor):
+                value = value.to(current.device)
             group[key] = value
         # As in torch.optim, the step count stays on the host, unless a kernel reads it.
         host = () if group.get("capturable") or group.get("fused") else ("step",)
@@ -77,8 +79,8 @@ class OptimizerState:
             key: unpacked(item, values, Tensor.clone if key in host else placed)
             for key, item in saved.get("items") or saved["dict"].items()
         }
-        if beside := state.pop(_BESIDE, None):
-            self._beside[parameter] = beside
+        if correction_state := state.pop(_CORRECTION, None):
+            self._correction_state[parameter] = correction_state
         self._optimizer.state[parameter] = state
 
 
@@ -88,7 +90,7 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _placed(parameter: Tensor, value: Tensor) -> Tensor:
+def _copy_like(parameter: Tensor, value: Tensor) -> Tensor:
     """Copy state to the parameter's device, and into its memory format if it has its shape.
 
     It is a copy, as two stages of a rank that share a weight read the same tensors of a checkpoint.

@@ -88,10 +88,10 @@ class ParameterStore:
         """The parameters that the optimizer steps, by full name."""
         names = {id(p): name for name, p in self.parameters.items()}
         # The places of each parameter: several if layers share it, or if the model is not made of its stages.
-        every = [*places(module), *(places(model) if model is not None else ())]
+        all_places = [*places(module), *(places(model) if model is not None else ())]
         self._places: _Places = [
             (place.container, place.key, place.tensor, names[id(place.tensor)])
-            for place in {(id(place.container), place.key): place for place in every}.values()
+            for place in {(id(place.container), place.key): place for place in all_places}.values()
             if id(place.tensor) in names
         ]
         self._make_optimizer = optimizer
@@ -229,30 +229,30 @@ class ParameterStore:
         """Return the names of parameters by bucket of their gradients, see gradient_buckets.py."""
         return [[*bucket] for bucket in gradient_buckets.buckets_of(self.parameters)]
 
-    def finishing(
+    def reduce_when_finished(
         self, read: Read, buckets: Iterable[Sequence[str]], all_reduce: Callable[[Tensor], None]
     ) -> AbstractContextManager[None]:
         """Send each bucket once the backward over this version, in this context, has finished it."""
         leaves = self._versions[read]
         chosen = [{name: leaves[name] for name in bucket} for bucket in buckets]
-        return gradient_buckets.finishing(chosen, all_reduce)
+        return gradient_buckets.reduce_when_finished(chosen, all_reduce)
 
-    def flat(self, names: Iterable[str]) -> list[Tensor]:
+    def flat_gradients(self, names: Iterable[str]) -> list[Tensor]:
         """Return gradients as vectors to be summed over ranks. Raises TrainingStopped for a sparse one."""
-        return gradient_buckets.flat(self._named(names))
+        return gradient_buckets.flat_gradients(self._named(names))
 
     def counts(self, names: Iterable[str], skip: Tensor | None) -> list[Tensor]:
-        """Return what is summed with the gradients to count those that exist: see counts_of."""
-        return gradient_buckets.counts_of(self._named(names), skip)
+        """Return what is summed with the gradients to count those that exist: see gradient_counts."""
+        return gradient_buckets.gradient_counts(self._named(names), skip)
 
     def parts(self, names: Iterable[str], sums: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Split sums of `flat` vectors into a part for each name, and the rest."""
-        return gradient_buckets.parts_of(self._named(names), sums)
+        """Split sums of `flat_gradients` vectors into a part for each name, and the rest."""
+        return gradient_buckets.split_sums(self._named(names), sums)
 
     def set_gradients(
         self, names: Iterable[str], parts: Mapping[str, Tensor], counts: Tensor, copies: bool = True
     ) -> None:
-        """Set gradients from sums of `flat` and of `counts` for the same names."""
+        """Set gradients from sums of `flat_gradients` and of `counts` for the same names."""
         gradient_buckets.set_gradients(self._named(names), parts, counts, copies)
 
     def _named(self, names: Iterable[str]) -> dict[str, Tensor]:

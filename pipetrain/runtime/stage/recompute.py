@@ -36,7 +36,7 @@ class Recompute:
 
     def __init__(self, buffers: Copies, keep: bool) -> None:
         self.buffers = buffers
-        self.kept: deque[Tensor | None] = deque()
+        self.results: deque[Tensor | None] = deque()
         """Expensive results, in the order of their operations; None: overwritten."""
         self._keeps = keep
         self._rng = RngSnapshot()
@@ -44,7 +44,7 @@ class Recompute:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [*(copied for _, copied in self.buffers), *(t for t in self.kept if t is not None)]
+        return [*(copied for _, copied in self.buffers), *(t for t in self.results if t is not None)]
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -53,7 +53,7 @@ class Recompute:
         nothing = saved_tensors_hooks(lambda tensor: None, _no_backward)
         with nothing, _SavesExpensive(results) if self._keeps else nullcontext():
             yield
-        self.kept = deque(None if seen._version else result for result, seen in results.noted)
+        self.results = deque(None if seen._version else result for result, seen in results.recorded)
 
     def end(self, outputs: Sequence[Tensor]) -> None:
         """End the first forward, including the loss. `outputs`: to be compared with those of the second."""
@@ -66,13 +66,13 @@ class Recompute:
         A GPU may add numbers in another order each time.
         """
         pairs = zip(self._sums, _sums(outputs), strict=True) if self._sums else ()
-        apart = 1e-3 if outputs and outputs[0].is_cuda else 0.0
-        return all(torch.allclose(a, b, rtol=apart, atol=0.0, equal_nan=True) for a, b in pairs)
+        tolerance = 1e-3 if outputs and outputs[0].is_cuda else 0.0
+        return all(torch.allclose(a, b, rtol=tolerance, atol=0.0, equal_nan=True) for a, b in pairs)
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
         """Let a forward draw the same random numbers, and reuse the expensive results."""
-        with self._rng.replayed(), _SavesExpensive(_Results(self.kept)) if self._keeps else nullcontext():
+        with self._rng.replayed(), _SavesExpensive(_Results(self.results)) if self._keeps else nullcontext():
             yield
 
 
@@ -99,37 +99,37 @@ class _SavesExpensive(Watching):
         if func in EXPENSIVE and any(isinstance(t, nn.Parameter) for t in tree_leaves((args, kwargs))):
             with self._results:
                 output = func(*args, **kwargs)
-            self._results.handed_on(output.detach())  # with the same version counter
+            self._results.add_output(output.detach())  # with the same version counter
             return output
         return func(*args, **kwargs)
 
 
 class _Results(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the results of products and convolutions or, if some are `kept`, returns those instead.
+    """Records the results of products and convolutions or, if some are `results`, returns those instead.
 
     A layer may get another view of a result, with its own version counter. So each result is recorded
     together with what the layer got: nothing has written to it as long as its version is 0.
     """
 
-    def __init__(self, kept: deque[Tensor | None] | None = None) -> None:
+    def __init__(self, saved: deque[Tensor | None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept = kept
+        self._saved = saved
         self._of_operation: list[Tensor] = []  # results of the running operation
-        self.noted: list[tuple[Tensor, Tensor]] = []
+        self.recorded: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        dear = func.overloadpacket in flop_registry
-        if dear and self._kept and (kept := self._kept.popleft()) is not None:
-            return kept
+        expensive = func.overloadpacket in flop_registry
+        if expensive and self._saved and (saved := self._saved.popleft()) is not None:
+            return saved
         result = func(*args, **(kwargs or {}))
-        if dear and self._kept is None:
+        if expensive and self._saved is None:
             self._of_operation.append(result.detach())  # without a graph
         return result
 
-    def handed_on(self, output: Tensor) -> None:
+    def add_output(self, output: Tensor) -> None:
         for result in self._of_operation:
             same = storage_of(result) == storage_of(output)
-            self.noted.append((result, output if same else result))
+            self.recorded.append((result, output if same else result))
         self._of_operation = []

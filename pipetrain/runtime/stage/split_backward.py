@@ -39,9 +39,9 @@ class Deferred(Watching):
     def __init__(self, leaves: Sequence[Tensor]) -> None:
         super().__init__()
         self._ids = {id(leaf) for leaf in leaves if leaf.requires_grad}
-        self.kept: list[_Operation] = []
+        self.operations: list[_Operation] = []
         self._at_once: list[tuple[Tensor, Tensor]] = []  # leaves, with their gradients from I
-        self._task: int | None = None  # autograd's graph task that is I
+        self._graph_task: int | None = None  # autograd's graph task that is I
 
     def input_half(
         self, leaves: Sequence[Tensor], outputs: Sequence[Tensor], grads: Sequence[Tensor]
@@ -58,27 +58,30 @@ class Deferred(Watching):
             differentiate(outputs, grads)
             self._at_once = [(leaf, leaf.grad) for leaf in leaves if leaf.grad is not None]
         finally:
-            self._task = None
+            self._graph_task = None
             for leaf, grad in zip(leaves, before, strict=True):
                 leaf.grad = grad
 
     def _begin(self, grad: Tensor) -> None:
-        self._task = torch._C._current_graph_task_id()
+        self._graph_task = torch._C._current_graph_task_id()
 
     def is_under_way(self) -> bool:
         """Return whether autograd runs I, not a differentiation inside a layer."""
-        return self._task is not None and self._task == torch._C._current_graph_task_id()
+        return self._graph_task is not None and self._graph_task == torch._C._current_graph_task_id()
 
     def weight_half(self) -> None:
         """Differentiate to the weights, and add their gradients to their `.grad`."""
         # All small graphs in one backward. A leaf with a gradient from I, too, is an extra root, so that
         # autograd makes one sum for the microbatch, as in a whole backward, before it adds that to `.grad`.
-        kept, at_once = self.kept, self._at_once
-        self.kept, self._at_once = [], []
-        wanted = {id(weight): weight for one in kept for weight in one.weights}
-        edges, grads = [one.edge for one in kept], [one.grad for one in kept]
+        operations, at_once = self.operations, self._at_once
+        self.operations, self._at_once = [], []
+        weights = {id(weight): weight for operation in operations for weight in operation.weights}
+        edges, grads = (
+            [operation.edge for operation in operations],
+            [operation.grad for operation in operations],
+        )
         for leaf, grad in at_once:
-            if id(leaf) in wanted:  # one sum for the microbatch, as in a whole backward
+            if id(leaf) in weights:  # one sum for the microbatch, as in a whole backward
                 edges.insert(0, get_gradient_edge(leaf))
                 grads.insert(0, grad)
             elif leaf.grad is None or leaf.grad.is_sparse:
@@ -86,44 +89,46 @@ class Deferred(Watching):
             else:  # in place, as autograd would copy what is held here
                 leaf.grad += grad
         if edges:
-            _run(edges, grads, list(wanted.values()), accumulate=True)
+            _run(edges, grads, list(weights.values()), accumulate=True)
 
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors held between I and W: inputs of operations, and gradients. They may share storage."""
-        kept = [tensor for one in self.kept for tensor in (*one.inputs, one.grad)]
-        return [*(tensor for tensor in kept if tensor is not None), *(grad for _, grad in self._at_once)]
+        tensors = [tensor for operation in self.operations for tensor in (*operation.inputs, operation.grad)]
+        return [*(tensor for tensor in tensors if tensor is not None), *(grad for _, grad in self._at_once)]
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if func is torch.einsum and len(args) == 2 and isinstance(args[1], list | tuple):
             args = (args[0], *args[1])
-        result = self._put_off(func, args, kwargs) if func in EXPENSIVE else None
+        result = self._defer(func, args, kwargs) if func in EXPENSIVE else None
         return func(*args, **kwargs) if result is None else result
 
-    def _put_off(
+    def _defer(
         self, function: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Tensor | None:
         """Run an operation with its own small graph; None if it cannot be deferred."""
         if not torch.is_grad_enabled() or _recomputes() or torch._C._are_functorch_transforms_active():
             return None
         operands = [*args, *kwargs.values()]
-        # `at` is the position among the operands; `leaf` the weight that an operand is, or is a view of.
-        tensors = [(at, t, self._leaf_of(t)) for at, t in enumerate(operands) if isinstance(t, Tensor)]
+        # `leaf`: the weight that an operand is, or is a view of.
+        tensors = [
+            (position, t, self._leaf_of(t)) for position, t in enumerate(operands) if isinstance(t, Tensor)
+        ]
         trained = [t for _, t, leaf in tensors if leaf is not None]
         # Deferring needs a weight of two or more dimensions and another tensor.
         if len(trained) == len(tensors) or all(t.dim() < 2 for t in trained):
             return None
         entering, inputs = [], []
-        for at, tensor, leaf in tensors:
+        for position, tensor, leaf in tensors:
             if leaf is None and tensor.requires_grad:
                 entering.append(_cast(tensor) if function in LOWERED else tensor)
-                operands[at] = entering[-1].detach().requires_grad_()
-                inputs.append(operands[at])
+                operands[position] = entering[-1].detach().requires_grad_()
+                inputs.append(operands[position])
         named = dict(zip(kwargs, operands[len(args) :], strict=True))
         output = function(*operands[: len(args)], **named)
         weights = [leaf for *_, leaf in tensors if leaf is not None]
         operation = _Operation(self, get_gradient_edge(output), inputs, trained, weights, output.detach())
-        result: Tensor = _PutOff.apply(operation, *entering, *trained)  # type: ignore[no-untyped-call]
+        result: Tensor = _InputGradientsOnly.apply(operation, *entering, *trained)  # type: ignore[no-untyped-call]
         return result
 
     def _leaf_of(self, operand: Tensor) -> Tensor | None:
@@ -153,7 +158,7 @@ class _Operation:
         return _run([self.edge], [grad], tensors, accumulate=False) if tensors else ()
 
 
-class _PutOff(torch.autograd.Function):
+class _InputGradientsOnly(torch.autograd.Function):
     """An operation whose backward makes only the gradients of its inputs."""
 
     @staticmethod
@@ -178,7 +183,7 @@ class _PutOff(torch.autograd.Function):
         if not operation.deferred.is_under_way():
             return None, *operation.differentiate([*operation.inputs, *operation.trained], grad)
         operation.grad = grad
-        operation.deferred.kept.append(operation)
+        operation.deferred.operations.append(operation)
         return None, *operation.differentiate(operation.inputs, grad), *nothing
 
 

@@ -81,7 +81,7 @@ class Stage:
         self.store = self._store(module, optimizer, self.names, model)
         self.weights = Weights(self.store, rate, ema, correction)
         of_updates = self.store.optimizer, self.weights.rates.scheduler
-        self.attributes = attributes_of(module, *of_updates, dict(self.named()))
+        self.attributes = attributes_of(module, *of_updates, dict(self.tensors_by_name()))
         self.buffers = Buffers(module)
         self.objective = Objective(task, module.pack, self.numerics.autocast) if task is not None else None
         self.observers: list[Observer] = []
@@ -90,16 +90,16 @@ class Stage:
         self._updates = True  # whether weights are updated; in some rehearsals not
         self.skipped = 0  # updates, since this was last read
         self._clip, self._selective = clip_grad_norm, selective
-        self._proves = True  # whether the next recompute is compared with its forward
-        self._open: dict[int, Microbatch] = {}
+        self._compares_recompute = True  # whether the next recompute is compared with its forward
+        self._microbatches: dict[int, Microbatch] = {}
         self._batch = Batch()  # its gradient is being made
         self._reduced = Batch()  # to be stepped
 
-    def observed_by(self, *observers: Observer) -> None:
+    def add_observers(self, *observers: Observer) -> None:
         """Let these look at what it does, the first one first, before those that do already."""
         self.observers[:0] = observers
 
-    def named(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors_by_name(self) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters and buffers by their names in the model."""
         for name, tensor in chain(self.module.named_parameters(), self.module.named_buffers()):
             yield self.names.get(name, name), tensor
@@ -111,11 +111,11 @@ class Stage:
 
     @property
     def in_flight(self) -> int:
-        return len(self._open)
+        return len(self._microbatches)
 
     def open_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that open microbatches hold themselves, besides what autograd saves."""
-        return chain.from_iterable(one.tensors() for one in self._open.values())
+        return chain.from_iterable(microbatch.tensors() for microbatch in self._microbatches.values())
 
     # Forward
 
@@ -129,23 +129,26 @@ class Stage:
         """
         requires = zip(x, requires_grad(self.module.slice.enters_grad, x), strict=True)
         x = tuple([self.numerics.arrange(t.detach()).requires_grad_(require) for t, require in requires])
-        one = self._open[mb] = Microbatch(mb, x, read, saving, target)
+        microbatch = self._microbatches[mb] = Microbatch(mb, x, read, saving, target)
         if saving.recomputed:
-            one.recompute = Recompute(self.buffers.copies(), self._selective)
+            microbatch.recompute = Recompute(self.buffers.copies(), self._selective)
         with self.store.installed(read):  # a loss may read weights too
-            with around(self.observers, one), one.recompute.forward() if one.recompute else nullcontext():
-                result = self._recorded(one)
+            with (
+                around(self.observers, microbatch),
+                microbatch.recompute.forward() if microbatch.recompute else nullcontext(),
+            ):
+                result = self._run_layers(microbatch)
             outputs = result if self.objective is None else (self.objective.loss(result, target),)
         for observer in self.observers:
-            observer.after_forward(one, outputs, result)
+            observer.after_forward(microbatch, outputs, result)
         if self.objective is not None:
-            one.counted = self.objective.counted(outputs[0], result, target)
-        if one.recompute is None:
-            one.outputs = outputs
+            microbatch.counted = self.objective.counted(outputs[0], result, target)
+        if microbatch.recompute is None:
+            microbatch.outputs = outputs
         else:
-            one.recompute.end(outputs if self._proves else ())
-            self._proves = False
-        return self._handed_on(mb, outputs) if self.objective is None else ()
+            microbatch.recompute.end(outputs if self._compares_recompute else ())
+            self._compares_recompute = False
+        return self._outputs_to_send(mb, outputs) if self.objective is None else ()
 
     def recompute(self, mb: int, read: Read) -> None:
         """Run a forward again, with the weights, buffers and random numbers of the first time.
@@ -153,24 +156,24 @@ class Stage:
         It is not counted or observed. For the first microbatch of a window it raises TrainingStopped if the
         outputs differ.
         """
-        one = self._open[mb]
-        recompute, one.recompute = one.recompute, None
-        assert recompute is not None and one.read == read
+        microbatch = self._microbatches[mb]
+        recompute, microbatch.recompute = microbatch.recompute, None
+        assert recompute is not None and microbatch.read == read
         with (
             self.store.installed(read),
             self.buffers.replaced(recompute.buffers),
             recompute.recomputing(),
         ):
-            outputs = self._recorded(one)
+            outputs = self._run_layers(microbatch)
             if self.objective is not None:
-                outputs = (self.objective.loss(outputs, one.target),)
+                outputs = (self.objective.loss(outputs, microbatch.target),)
         if not recompute.equals(outputs):
             raise TrainingStopped(
                 f"stage {self.index} made other outputs when it ran the forward of microbatch {mb} again: "
                 f"its layers must depend on inputs, weights, buffers and the random numbers of torch, NumPy "
                 f"or Python alone; choose recompute=never"
             )
-        one.outputs = outputs
+        microbatch.outputs = outputs
 
     @torch.no_grad()
     def predict(self, x: Tensors, target: Target | None = None) -> Tensors:
@@ -181,19 +184,23 @@ class Stage:
         with evaluating(self.module), self.store.averaged():
             outputs = self._call(tuple(self.numerics.arrange(t) for t in x))
             if self.objective is None:
-                return self._handed_on(0, outputs)
+                return self._outputs_to_send(0, outputs)
             if target is None:
                 return leaves_of(self.objective.model_output(outputs))
             self.objective.evaluate(outputs, target)
             return ()
 
-    def _recorded(self, one: Microbatch) -> Tensors:
+    def _run_layers(self, microbatch: Microbatch) -> Tensors:
         """Run the layers; if the backward is split, defer the gradients of weights."""
-        if one.recompute is None and one.saving.split and any(t.requires_grad for t in one.inputs):
-            one.deferred = Deferred(self.store.leaves(one.read))
-            with one.deferred:
-                return self._call(one.inputs)
-        return self._call(one.inputs)
+        if (
+            microbatch.recompute is None
+            and microbatch.saving.split
+            and any(t.requires_grad for t in microbatch.inputs)
+        ):
+            microbatch.deferred = Deferred(self.store.leaves(microbatch.read))
+            with microbatch.deferred:
+                return self._call(microbatch.inputs)
+        return self._call(microbatch.inputs)
 
     def _call(self, x: Tensors) -> Tensors:
         if self.module.slice.copies_input:
@@ -207,17 +214,17 @@ class Stage:
         data = {number for number, value in enumerate(self.module.slice.leaves) if value.layer == INPUT}
         return tuple(t if number in data else self.numerics.narrow(t) for number, t in enumerate(outputs))
 
-    def _handed_on(self, mb: int, outputs: Tensors) -> Tensors:
+    def _outputs_to_send(self, mb: int, outputs: Tensors) -> Tensors:
         """Return the outputs to send, copied if the layers may keep or change them."""
         slice, sent = self.module.slice, []
         planned = requires_grad(slice.leaves_grad, outputs)
         for number, (t, require) in enumerate(zip(outputs, planned, strict=True)):
             if t.requires_grad and not require:
-                raise self._unplanned(mb, f"output {number} depends on weights")
+                raise self._unplanned_error(mb, f"output {number} depends on weights")
             sent.append(t.detach() if require and not slice.copies_output else t.detach().clone())
         return tuple(sent)
 
-    def _unplanned(self, mb: int, what: str) -> TrainingStopped:
+    def _unplanned_error(self, mb: int, what: str) -> TrainingStopped:
         return TrainingStopped(
             f"{what} in microbatch {mb} of stage {self.index}, and the plan, made for the first batch, says "
             f"otherwise: which of its inputs a layer uses, which outputs the loss uses, and which of them "
@@ -233,29 +240,31 @@ class Stage:
         `grads`: one gradient per output that needs one (none at the last stage); returns one per input that
         needs one (none at the first). Raises TrainingStopped, as observers do.
         """
-        one = self._close(mb, read)
+        microbatch = self._close(mb, read)
         self.weights.accumulate_on(read)
         with self._adding():
-            return self._differentiate(one, grads, differentiate)
+            return self._differentiate(microbatch, grads, differentiate)
 
     def backward_input(self, mb: int, grads: Tensors, read: Read) -> Tensors:
         """Run the first half of a backward: the gradients of the inputs, for which the previous stage waits.
 
         If there are none, as on the first stage, the second half is the whole backward.
         """
-        one = self._open[mb]
-        assert one.saving.split and one.read == read
-        if one.deferred is None:
-            one.grads = grads
+        microbatch = self._microbatches[mb]
+        assert microbatch.saving.split and microbatch.read == read
+        if microbatch.deferred is None:
+            microbatch.grads = grads
             return ()
-        back = self._differentiate(one, grads, partial(one.deferred.input_half, self.store.leaves(read)))
-        one.inputs, one.outputs, one.target = (), (), None
+        back = self._differentiate(
+            microbatch, grads, partial(microbatch.deferred.input_half, self.store.leaves(read))
+        )
+        microbatch.inputs, microbatch.outputs, microbatch.target = (), (), None
         return back
 
     def backward_weight(self, mb: int, read: Read) -> None:
-        deferred = self._open[mb].deferred
+        deferred = self._microbatches[mb].deferred
         if deferred is None:
-            self.backward(mb, self._open[mb].grads, read)
+            self.backward(mb, self._microbatches[mb].grads, read)
             return
         self._close(mb, read)
         self.weights.accumulate_on(read)
@@ -267,33 +276,37 @@ class Stage:
         return self.store.adding_at_once() if self.adds_at_once and self.device != "cpu" else nullcontext()
 
     def _close(self, mb: int, read: Read) -> Microbatch:
-        one = self._open.pop(mb)
-        assert one.read == read, f"microbatch {mb} ran forward over {one.read}, not {read}"
+        microbatch = self._microbatches.pop(mb)
+        assert microbatch.read == read, f"microbatch {mb} ran forward over {microbatch.read}, not {read}"
         self._batch.mbs.append(mb)
-        if one.counted is not None:
-            self._batch.counted.append(one.counted)
-        return one
+        if microbatch.counted is not None:
+            self._batch.counted.append(microbatch.counted)
+        return microbatch
 
     def needed(self, outputs: Tensors) -> Sequence[bool]:
         return needs_grad(self.module.slice.leaves_grad, outputs)
 
-    def _differentiate(self, one: Microbatch, grads: Tensors, run: Callable[[Any, Any], None]) -> Tensors:
+    def _differentiate(
+        self, microbatch: Microbatch, grads: Tensors, run: Callable[[Any, Any], None]
+    ) -> Tensors:
         """Run a backward; return the gradients that the previous stage needs."""
-        if self.objective is not None and one.counted is not None:
-            grads = grads or (self.objective.gradient(one.outputs[0], one.counted.share),)
-        outputs = [t for t, need in zip(one.outputs, self.needed(one.outputs), strict=True) if need]
+        if self.objective is not None and microbatch.counted is not None:
+            grads = grads or (self.objective.gradient(microbatch.outputs[0], microbatch.counted.share),)
+        outputs = [
+            t for t, need in zip(microbatch.outputs, self.needed(microbatch.outputs), strict=True) if need
+        ]
         pairs = [(t, grad) for t, grad in zip(outputs, grads, strict=True) if t.requires_grad]
         if pairs:
-            with self.store.installed(one.read), self.buffers.in_backward():
+            with self.store.installed(microbatch.read), self.buffers.in_backward():
                 run(*map(list, zip(*pairs, strict=True)))
-        needs = needs_grad(self.module.slice.enters_grad, one.inputs)
-        for number, (t, need) in enumerate(zip(one.inputs, needs, strict=True)):
+        needs = needs_grad(self.module.slice.enters_grad, microbatch.inputs)
+        for number, (t, need) in enumerate(zip(microbatch.inputs, needs, strict=True)):
             if need != (t.grad is not None):
                 count = "no" if need else "a"
-                raise self._unplanned(one.mb, f"{count} gradient reaches input {number}")
-        back = tuple(t.grad for t in one.inputs if t.grad is not None)
+                raise self._unplanned_error(microbatch.mb, f"{count} gradient reaches input {number}")
+        back = tuple(t.grad for t in microbatch.inputs if t.grad is not None)
         for observer in self.observers:
-            observer.after_backward(one, back)
+            observer.after_backward(microbatch, back)
         return back
 
     # Update
@@ -311,7 +324,7 @@ class Stage:
             self.objective.count(batch.losses, batch.counted)
 
     @property
-    def leaves_out(self) -> Tensor | None:
+    def skipped_update(self) -> Tensor | None:
         """Whether the update of the reduced batch is skipped, see Batch."""
         return self._reduced.skipped
 
@@ -343,9 +356,9 @@ class Stage:
         stage.
         """
         if self._clip is not None:
-            by = self.gradient_norm() if norm is None else norm
-            self.on_sums(by)
-            self.store.clip(self._clip, by)
+            clip_norm = self.gradient_norm() if norm is None else norm
+            self.on_sums(clip_norm)
+            self.store.clip(self._clip, clip_norm)
         batch, self._reduced = self._reduced, Batch()
         for observer in self.observers:
             observer.before_step(batch)
@@ -360,10 +373,10 @@ class Stage:
 
     def begin_window(self, predicted: Sequence[Predicted] = ()) -> None:
         """Start counting versions from 0, and make the `predicted` ones. No microbatch may be open."""
-        assert not self._open, f"microbatches {sorted(self._open)} outlived their window"
+        assert not self._microbatches, f"microbatches {sorted(self._microbatches)} outlived their window"
         self.check(wait=False)
         # On a GPU the host would wait for the result: there the rehearsal compares.
-        self._proves = self.device == "cpu" or self.rehearses
+        self._compares_recompute = self.device == "cpu" or self.rehearses
         self.weights.begin_window(predicted)
 
     def changing(self, training: bool) -> tuple[list[Tensor], list[Tensor], list[Any]]:
@@ -372,8 +385,8 @@ class Stage:
         containers = [vars(owner) for owner in (self, self.objective) if owner is not None]
         if not training:
             return [], [], containers
-        tensors, more = self.weights.changing()
-        return tensors, [*self.module.buffers()], [*containers, *more]
+        tensors, containers_of_weights = self.weights.changing()
+        return tensors, [*self.module.buffers()], [*containers, *containers_of_weights]
 
     def begin_rehearsal(self, updates: bool) -> None:
         """Count made-up numbers separately, until the result of `changing` is restored."""

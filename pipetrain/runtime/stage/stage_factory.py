@@ -40,17 +40,17 @@ def make_stages(
     settings, network = plan.settings, network_of(model, plan.example)
     layers = plan.layers_on(groups.world.rank)
     materialise(network, layers, {name for layer in layers for name in plan.layers[layer].borrows})
-    mine = [index for index, rank in enumerate(plan.placement) if groups.world.rank in rank]
-    home = homes(network, plan.cuts)
-    known = {id(p): name for name, p in network.model.named_parameters()}
-    wanted = settings.cuda_graphs and groups.device.type == "cuda"
+    local = [index for index, rank in enumerate(plan.placement) if groups.world.rank in rank]
+    first_stages = homes(network, plan.cuts)
+    full_names = {id(p): name for name, p in network.model.named_parameters()}
+    wants_graphs = settings.cuda_graphs and groups.device.type == "cuda"
     stages: dict[int, Stage] = {}
-    for index in mine:
+    for index in local:
         part = network.part(plan.cut.slices[index], plan.evaluation_cut.slices[index])
-        names = {own: known[id(p)] for own, p in part.named_parameters() if known[id(p)] != own}
+        names = {own: full_names[id(p)] for own, p in part.named_parameters() if full_names[id(p)] != own}
         if any(index in tie and not stages.keys().isdisjoint(tie) for tie in plan.cut.ties):
             part = deepcopy(part)  # each stage has copies of the weights that it shares
-        kind = GraphedStage if wanted and not plan.not_captured(index) else Stage
+        kind = GraphedStage if wants_graphs and not plan.not_captured(index) else Stage
         stages[index] = stage = kind(
             index,
             part.to(groups.device),
@@ -65,13 +65,13 @@ def make_stages(
             correction=settings.correction,
             clip_grad_norm=settings.clip_grad_norm,
             names=names,
-            elsewhere={name for name, first in home.items() if first != index},
+            elsewhere={name for name, first in first_stages.items() if first != index},
             model=network.model if index == plan.stages - 1 else None,
         )
-        stage.observed_by(*observers_of(stage, settings.on_nan == "skip", settings.batchnorm == "batch"))
+        stage.add_observers(*observers_of(stage, settings.on_nan == "skip", settings.batchnorm == "batch"))
         compared = index == plan.stages - 1 and not task.is_known and settings.microbatches > 1
         if compared and len(plan.placement[index]) == 1:
-            stage.observed_by(BatchLoss(stage))
+            stage.add_observers(BatchLoss(stage))
     return stages
 
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipetrain.config.rate import LearningRate
 from pipetrain.correction import Correction
-from pipetrain.runtime.stage.correction_state import KEPT, CorrectionState
+from pipetrain.runtime.stage.correction_state import SAVED_KEYS, CorrectionState
 from pipetrain.runtime.stage.learning_rates import Rates
 from pipetrain.runtime.stage.optimizer_state import OptimizerState
 from pipetrain.runtime.stage.parameter_store import ParameterStore
@@ -42,8 +42,10 @@ class Weights:
         """The correction's state for these weights."""
         self.weighs = correction.weighs
         """Whether a gradient is changed before its update."""
-        by_us = {"params"} if rate.fraction is None else {"params", "lr"}
-        self._state = OptimizerState(optimizer, self.correction_state.state, by_us) if optimizer else None
+        options_we_set = {"params"} if rate.fraction is None else {"params", "lr"}
+        self._state = (
+            OptimizerState(optimizer, self.correction_state.state, options_we_set) if optimizer else None
+        )
         self._ema = ema
         self.updates = 0
 
@@ -117,7 +119,7 @@ class Weights:
     def optimizer_state(self) -> dict[str, Tensor]:
         """Return the optimizer's state, by `PARAMETER/NUMBER`. Raises TypeError: see OptimizerState."""
         saved = self._state
-        by_name = {name: saved.of(p) for name, p in self.store.parameters.items()} if saved else {}
+        by_name = {name: saved.tensors_of(p) for name, p in self.store.parameters.items()} if saved else {}
         return {f"{name}/{number}": t for name, state in by_name.items() for number, t in enumerate(state)}
 
     def load_optimizer_state(self, state: Mapping[str, Tensor], updates: int) -> None:
@@ -128,7 +130,7 @@ class Weights:
             if count and self._state is not None:
                 self._state.restore(p, [state[f"{name}/{number}"] for number in range(count)])
         self.correction_state.complete()
-        self.rates.note()
+        self.rates.accept_current()
 
     def load_average(self, average: Mapping[str, Tensor]) -> None:
         """Restore the moving average, if there is one; see ParameterStore.load_average."""
@@ -143,7 +145,7 @@ class Weights:
         by_name: dict[str, dict[str, Any]] = {}
         for name, parameter in self.store.parameters.items():
             state = self.store.optimizer_values(name, fresh=not self.updates)
-            state |= self.correction_state.known(parameter)
+            state |= self.correction_state.named_values(parameter)
             by_name[name] = {key: value for key, value in state.items() if value is not None}
         return {name: values for name, values in by_name.items() if values}
 
@@ -151,7 +153,7 @@ class Weights:
         for name in by_name.keys() & self.store.parameters.keys():
             for key, value in by_name[name].items():
                 copied = value.clone() if isinstance(value, Tensor) else value
-                if key in KEPT:
+                if key in SAVED_KEYS:
                     late = self.correction_state.state
                     late.setdefault(self.store.parameters[name], {})[key] = copied
                 else:

@@ -11,7 +11,7 @@ import torch
 
 from pipetrain.runtime.comm import channel as module
 from pipetrain.runtime.comm.channel import Channel
-from pipetrain.runtime.rehearsal import LoopbackChannel, _Done
+from pipetrain.runtime.rehearsal import LoopbackChannel, _Finished
 from pipetrain.schedule.actions import ALL
 from tests.runtime.comm.test_message import message
 
@@ -69,7 +69,7 @@ def test_where_the_stream_waits_receives_are_posted_where_the_program_says(order
 @pytest.mark.parametrize("ordered", [True, False])
 def test_where_the_stream_waits_a_sum_begins_where_the_program_says_or_else_when_it_is_waited_for(ordered):
     channel, begun = LoopbackChannel({}, 2, 60, CPU, sums={ALL: None, (0, 1): None}), []
-    channel._add_up = lambda numbers, group: begun.append(int(numbers)) or _Done()
+    channel._start_sum = lambda numbers, group: begun.append(int(numbers)) or _Finished()
     channel.ordered = ordered
     for tie, number in [(ALL, 1), ((0, 1), 2), ((0, 1), 3), ((0, 1), 4)]:
         channel.all_reduce(tie, torch.tensor(number))
@@ -82,7 +82,7 @@ def test_where_the_stream_waits_a_sum_begins_where_the_program_says_or_else_when
 
 def test_early_sums_begin_as_they_are_told_where_the_program_says_so_and_the_one_behind_them_at_its_place():
     channel, begun = LoopbackChannel({}, 2, 60, CPU, sums={(0,): None}), []
-    channel._add_up = lambda numbers, group: begun.append(int(numbers)) or _Done()
+    channel._start_sum = lambda numbers, group: begun.append(int(numbers)) or _Finished()
     channel.ordered = True
     for begins_at, first in [(0, 1), (2, 4), (9, 7)]:  # before, after, and not before the last one's place
         for number in (first, first + 1):

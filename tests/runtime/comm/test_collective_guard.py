@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 from pipetrain.config.rate import LearningRate
 from pipetrain.config.settings import Settings
 from pipetrain.errors import ChannelError, TrainingStopped
-from pipetrain.runtime.comm.collective_guard import CollectiveGuard, broadcast_from_rank0, conditions
+from pipetrain.runtime.comm.collective_guard import CollectiveGuard, broadcast_from_rank0, values_to_compare
 from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.schedule.programs import gpipe, one_f_one_b
@@ -23,7 +23,7 @@ def test_threads_and_patience_are_a_process_s_own_and_all_else_is_compared():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
 
     def said(program: Any = None, rate: float = 1.0, **values: Any) -> dict[str, Any]:
-        return conditions(
+        return values_to_compare(
             Settings.read(values), optimizer, program or gpipe(2, 1, 4), LearningRate(lambda update: rate)
         )
 
@@ -46,7 +46,7 @@ def test_only_tensors_that_differ_travel():
         """Rank 1 has the same forms, and other numbers in b."""
         return [item, item if isinstance(item, dict) else [item[0], 1]]
 
-    groups: Any = SimpleNamespace(gather=gather, copy_from_first=lambda what, tensor: copied.append(tensor))
+    groups: Any = SimpleNamespace(gather=gather, broadcast_tensor=lambda what, tensor: copied.append(tensor))
     broadcast_from_rank0(groups, "the model", tensors)
     assert [len(tensor) for tensor in copied] == [3]
 

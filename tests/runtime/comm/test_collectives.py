@@ -57,20 +57,20 @@ def test_rank_0_announces_without_a_wait_and_the_receive_of_what_comes_next_is_p
     monkeypatch.setattr(dist, "isend", isend)
     monkeypatch.setattr(dist, "irecv", irecv)
     first, other = Ranks(World(0, 2), 1), Ranks(World(1, 2), 1)
-    assert first.announce("the next window", [1]) == [1]
+    assert first.broadcast_nowait("the next window", [1]) == [1]
     assert not waited
-    first.announce("the next window", [2])
+    first.broadcast_nowait("the next window", [2])
     assert waited == [1]  # what was announced before
-    assert [other.announce("the next window") for _ in range(2)] == [[1], [2]]
+    assert [other.broadcast_nowait("the next window") for _ in range(2)] == [[1], [2]]
     assert len(posted) == 3
     monkeypatch.setattr(dist, "irecv", gone)
-    first.announce("the next window", [5])
-    assert other.announce("the next window") == [5]  # the last word of a rank that has left
+    first.broadcast_nowait("the next window", [5])
+    assert other.broadcast_nowait("the next window") == [5]  # the last word of a rank that has left
     monkeypatch.setattr(dist, "irecv", irecv)
     waited.clear()
-    first.announce("another", [3], ends=True)
+    first.broadcast_nowait("another", [3], ends=True)
     assert waited == [3, 4]  # nobody misses the last one where rank 0 leaves
-    first.announce("another", [4])
+    first.broadcast_nowait("another", [4])
     assert waited == [3, 4]  # each once: gloo waits for a second message
     with pytest.raises(ChannelError, match="is at another"):
-        other.announce("the next window")
+        other.broadcast_nowait("the next window")

@@ -10,11 +10,11 @@ from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.comm import gradient_buckets as buckets
 from pipetrain.runtime.comm.gradient_buckets import (
     buckets_of,
-    counts_of,
-    finishing,
-    flat,
-    parts_of,
+    flat_gradients,
+    gradient_counts,
+    reduce_when_finished,
     set_gradients,
+    split_sums,
 )
 from pipetrain.runtime.stage.split_backward import Deferred
 
@@ -35,7 +35,7 @@ def weight(number: float) -> nn.Parameter:
 def told_while(backward, *names: str, **leaves: nn.Parameter) -> list[list[float]]:
     """Return the buckets of names that are told within a backward, and then those told at its end."""
     told: list[Tensor] = []
-    with finishing([{name: leaves[name] for name in some} for some in names], told.append):
+    with reduce_when_finished([{name: leaves[name] for name in some} for some in names], told.append):
         backward()
         told.append(torch.zeros(0))
     return [numbers.tolist() for numbers in told]
@@ -69,22 +69,23 @@ def test_a_gradient_that_no_stage_has_stays_none_and_a_stage_may_leave_the_updat
     stages[0]["b"].grad = torch.ones(2)
     skips = (None, torch.tensor(0.0))
     sums = sum(
-        torch.cat([*flat(one), *counts_of(one, skip)]) for one, skip in zip(stages, skips, strict=True)
+        torch.cat([*flat_gradients(one), *gradient_counts(one, skip)])
+        for one, skip in zip(stages, skips, strict=True)
     )
     for weights in stages:
-        set_gradients(weights, *parts_of(weights, sums))
+        set_gradients(weights, *split_sums(weights, sums))
     assert [weights["a"].grad for weights in stages] == [None, None]
     assert [weights["b"].grad.tolist() for weights in stages] == [[1, 1]] * 2
     for some in (stages[0], {}):  # a stage without weights tells that too
-        assert torch.cat(counts_of(some, torch.tensor(1.0))).isnan().all()
-    assert counts_of({}, None) == []
+        assert torch.cat(gradient_counts(some, torch.tensor(1.0))).isnan().all()
+    assert gradient_counts({}, None) == []
 
 
 def test_a_sparse_gradient_is_refused():
     layer = nn.Embedding(3, 2, sparse=True)
     layer(torch.tensor([1])).sum().backward()
     with pytest.raises(TrainingStopped, match=r"of e, which ranks add up, is sparse: .*sparse=False"):
-        flat({"e": layer.weight})
+        flat_gradients({"e": layer.weight})
 
 
 def test_the_second_half_of_a_backward_tells_buckets_on_its_way_too():
@@ -103,10 +104,10 @@ def test_gradients_of_channels_last_travel_in_the_order_of_their_memory(copies: 
     """And come back in it: the optimizer's kernels, too, copy nothing one by one."""
     weight = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last).requires_grad_()
     weight.grad = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
-    gradient, (numbers,) = weight.grad, flat({"w": weight})
+    gradient, (numbers,) = weight.grad, flat_gradients({"w": weight})
     assert numbers.data_ptr() == gradient.data_ptr()
     sums = torch.cat([2 * numbers, torch.ones(1)])
-    set_gradients({"w": weight}, *parts_of({"w": weight}, sums), copies=copies)
+    set_gradients({"w": weight}, *split_sums({"w": weight}, sums), copies=copies)
     assert torch.equal(weight.grad, 2 * gradient)
     assert weight.grad.is_contiguous(memory_format=torch.channels_last)
     assert (weight.grad.data_ptr() == sums.data_ptr()) is not copies

@@ -8,7 +8,7 @@ import torch
 from pipetrain.errors import cause_of
 from pipetrain.model.specs import TensorSpec
 from pipetrain.runtime.comm import message as module
-from pipetrain.runtime.comm.message import Message, failed
+from pipetrain.runtime.comm.message import Message, message_error
 from pipetrain.schedule.actions import ALL
 
 SPECS = (TensorSpec((2, 3), torch.float64), TensorSpec((2,), torch.int64))
@@ -37,8 +37,8 @@ def message(src: int, dst: int, mb: int = 7, ranks: tuple[int, int] | None = Non
     ],
 )
 def test_an_error_says_who_waits_for_what(receives, sends, late, lost):
-    assert str(failed(receives, sends, 60, "")) == f"rank {late}"
-    assert str(failed(receives, sends, 60, "gone")) == f"rank {lost}: gone"
+    assert str(message_error(receives, sends, 60, "")) == f"rank {late}"
+    assert str(message_error(receives, sends, 60, "gone")) == f"rank {lost}: gone"
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_an_error_says_who_waits_for_what(receives, sends, late, lost):
 def test_an_error_of_a_sum_says_who_may_be_lost(tie, ranks, what, whom, monkeypatch):
     monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(module.dist, "get_process_group_ranks", lambda group: group)
-    assert str(module.failed_sum(tie, ranks, 60, "")) == f"rank 0 waited 60 s for {what} of {whom}"
-    assert str(module.failed_sum(tie, ranks, 60, "gone")) == f"rank 0 lost {whom} at {what}: gone"
+    assert str(module.sum_error(tie, ranks, 60, "")) == f"rank 0 waited 60 s for {what} of {whom}"
+    assert str(module.sum_error(tie, ranks, 60, "gone")) == f"rank 0 lost {whom} at {what}: gone"
 
 
 def test_the_cause_of_a_failure_is_one_sentence_without_gloo_s_source_line():

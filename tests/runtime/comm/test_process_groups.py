@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from pipetrain.errors import Refused
 from pipetrain.runtime.comm import collectives as ranks
 from pipetrain.runtime.comm import process_groups as links
-from pipetrain.runtime.comm.collectives import Listeners, World
-from pipetrain.runtime.comm.process_groups import ProcessGroups, in_rounds
+from pipetrain.runtime.comm.collectives import StopListeners, World
+from pipetrain.runtime.comm.process_groups import ProcessGroups, in_disjoint_rounds
 from pipetrain.runtime.profile import slowest_link
 from pipetrain.schedule.actions import ALL
 from pipetrain.schedule.actions import ranks_of as placed
@@ -65,8 +65,8 @@ def test_all_ranks_decide_alike_by_the_gpu_that_each_one_has(
     for rank, gpu in enumerate(gpus):
         made = met(monkeypatch, gpus, rank, staged)
         assert (made.backend, made.staged) == (backend, bool(gpu) and backend == "gloo")
-        assert made.obstacle == why
-        assert rank or made.sharing == sharing
+        assert made.nccl_obstacle == why
+        assert rank or made.ranks_on_gpu == sharing
 
 
 @pytest.mark.parametrize("gpus", [(*ONE_OF_EACH[:2], []), ([], *ONE_OF_EACH[:2])])
@@ -101,7 +101,7 @@ def test_links_have_keys_of_their_own(monkeypatch):
 def test_groups_that_share_no_rank_connect_at_the_same_time(program, rounds):
     """As many rounds as the most groups of a rank, or few more; one after the other it would be hundreds."""
     groups = [ranks for _, ranks in links_of(edges(program), placed(program))]
-    order = in_rounds(groups)
+    order = in_disjoint_rounds(groups)
     assert sorted(order) == [*range(len(groups))]
     ends, last = dict.fromkeys(range(64), 0), 0
     for number in order:
@@ -170,17 +170,17 @@ def abort_in_turn(self: ProcessGroups) -> bool:
     ("owner", "name", "instead"),
     [
         (ProcessGroups, "abandon", lambda self, why: self._leave_groups()),  # as ncclCommDestroy
-        (ProcessGroups, "_cut", lambda self: True),
-        (ProcessGroups, "_cut", abort_in_turn),
-        (Listeners, "say", lambda self, rank, why: None),
-        (Listeners, "_listen", lambda self, *word: None),
+        (ProcessGroups, "_end_transfers", lambda self: True),
+        (ProcessGroups, "_end_transfers", abort_in_turn),
+        (StopListeners, "send_stop", lambda self, rank, why: None),
+        (StopListeners, "_listen", lambda self, *word: None),
     ],
 )
 def test_what_would_not_end_the_others_at_once_is_seen(owner: Any, name: str, instead: Any):
     with (
         pytest.raises(AssertionError),
         patch.object(owner, name, instead),
-        patch.object(ranks, "LAST_WORD_S", 0.1),
+        patch.object(ranks, "ERROR_SEND_S", 0.1),
     ):
         test_what_ends_a_rank_is_said_to_all_at_once_though_nccl_would_not_notice()
 
@@ -193,7 +193,7 @@ def test_what_is_waited_for_between_windows_is_named_at_its_deadline():
     with ranks_of(Case("1f1b", 2, (), 24)) as ranks:
         late = ranks.distributed.awaited
         connected, late[:] = {*late}, []
-        ranks.each(lambda rank: ranks.groups[rank].add_up(ALL, torch.ones(1, device="cuda")))
+        ranks.each(lambda rank: ranks.groups[rank].sum_over_ranks(ALL, torch.ones(1, device="cuda")))
         added, late[:] = {*late}, []
         ranks.each(lambda rank: slowest_link(ranks.groups[rank], 1))
         ranks.each(lambda rank: ranks.groups[rank].close())

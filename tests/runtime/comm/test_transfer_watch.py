@@ -52,7 +52,7 @@ class Stream:
         """Return the message that is named, and why, after so many seconds, when the stream passed some."""
         self.now += seconds
         self.passed.update(passed)
-        self.deadline._look(self.now)
+        self.deadline._check_time(self.now)
         try:
             self.deadline.check()
         except OSError as error:
@@ -137,7 +137,7 @@ def test_all_is_ended_and_the_host_says_why_and_no_thread_asks_the_device(seen):
 def test_a_host_that_a_device_holds_up_is_ended_with_a_sentence_and_no_other(monkeypatch, capfd, seen, waits):
     ended = Event()
     monkeypatch.setattr(watching.os, "_exit", lambda status: (ended.set(), seen.deadline.close()))
-    monkeypatch.setattr(watching, "RAISED_S", 0.05)
+    monkeypatch.setattr(watching, "RAISE_LIMIT_S", 0.05)
     if waits:
         seen.deadline.begin()
     seen.deadline.fail(OSError("rank 0 lost rank 1"))

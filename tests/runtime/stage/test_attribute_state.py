@@ -143,7 +143,7 @@ class Training:
         self.owners["scheduler"].step()
 
     def saved(self) -> tuple[list[Tensor], list[list[Tensor]], Saved]:
-        state = [[t.clone() for t in self.state.of(weight)] for weight in self.weights.values()]
+        state = [[t.clone() for t in self.state.tensors_of(weight)] for weight in self.weights.values()]
         trees = {path: [t.clone() for t in tree] for path, tree in self.attributes.changed().items()}
         return [weight.detach().clone() for weight in self.weights.values()], state, trees
 

@@ -63,7 +63,10 @@ def test_typical_steps_of_any_dtype_have_squares_and_a_gradient_of_0_stays_it(dt
     leaf.grad = torch.tensor([1.0, 0.0], dtype=dtype)
     of.weigh({"w": leaf})
     torch.testing.assert_close(leaf.grad, torch.tensor([0.5, 0.0], dtype=dtype))
-    kept, form = of.known(p), CorrectionState({"w": p}, [], lambda update: [1.0], GapAware()).known(p)
+    kept, form = (
+        of.named_values(p),
+        CorrectionState({"w": p}, [], lambda update: [1.0], GapAware()).named_values(p),
+    )
     assert {key: t.dtype for key, t in kept.items()} == {key: t.dtype for key, t in form.items()}
 
 
@@ -104,7 +107,7 @@ def test_a_load_keeps_what_is_asked_for_and_a_weight_that_was_frozen_goes_on_fro
 
 def test_what_was_saved_before_the_first_update_predicts_nothing():
     of, p = late(StepsAhead(), [])
-    of.state[p] = of.known(p)
+    of.state[p] = of.named_values(p)
     ahead = [p.data.clone()]
     of.advance(ahead, 1, 0)  # there is no rate of an update before
     assert ahead[0].equal(p)

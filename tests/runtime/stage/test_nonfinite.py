@@ -56,8 +56,8 @@ def test_on_a_gpu_it_stops_when_the_loss_has_arrived():
     stage: Any = SimpleNamespace(index=1, rehearses=False, weights=SimpleNamespace(updates=2))
     observer, events = StopOnNaN(stage), [Event(), Event()]
     losses = [torch.tensor([1.0, 0.0]), torch.tensor([float("nan"), 0.0])]  # and whether the gradient is bad
-    looks = [partial(observer._look, [mb], mb) for mb in range(2)]
-    observer._coming = deque(zip(looks, losses, events, strict=True))
+    looks = [partial(observer._check_numbers, [mb], mb) for mb in range(2)]
+    observer._arriving = deque(zip(looks, losses, events, strict=True))
     observer.check(wait=False)  # nothing has arrived
     events[1].happened = True
     observer.check(wait=False)  # in order: the first has not
@@ -114,9 +114,9 @@ def test_numbers_that_arrive_late_as_of_a_gpu_count_as_those_that_are_there_at_o
     state, epochs = run_in_threads(case)
 
     def arrives(self: SkipOnNaN, look: Any, numbers: torch.Tensor) -> None:
-        self._coming.append((look, numbers.clone(), Event()))
+        self._arriving.append((look, numbers.clone(), Event()))
 
-    monkeypatch.setattr(SkipOnNaN, "_await", arrives)
+    monkeypatch.setattr(SkipOnNaN, "_read_later", arrives)
     again, others = run_in_threads(case)
     assert [name for name, tensor in state.items() if not torch.equal(tensor, again[name])] == []
     for one, other in zip(epochs, others, strict=True):

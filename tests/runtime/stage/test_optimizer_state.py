@@ -24,7 +24,7 @@ def test_any_tree_and_any_option_come_back(state, option):
     memory = OptimizerState(optimizer)
     optimizer.state[weight] = state
     optimizer.param_groups[0]["k"] = option
-    tensors = memory.of(weight)
+    tensors = memory.tensors_of(weight)
     assert not any(tensor.is_complex() for tensor in tensors)
     other, again = sgd()
     OptimizerState(again).restore(other, tensors)
@@ -62,7 +62,7 @@ def test_a_tensor_lies_in_memory_as_before(of):
     weight, optimizer = made(of)
     memory, kept = OptimizerState(optimizer), layouts()
     optimizer.state[weight] = {**kept, "like it": torch.zeros_like(weight.data)}
-    saved = [tensor.contiguous().clone() for tensor in memory.of(weight)]
+    saved = [tensor.contiguous().clone() for tensor in memory.tensors_of(weight)]
     for order in ("rows", "columns"):
         other, again = made(order)
         OptimizerState(again).restore(other, saved)
@@ -84,9 +84,9 @@ def test_options_that_a_person_set_are_not_remembered_and_what_cannot_be_told_is
     optimizer.param_groups[0]["lr"] = 3.0  # the schedule's
     other = nn.Parameter(torch.zeros(2))
     again = torch.optim.SGD([other], lr=0.1, momentum=0.9)
-    OptimizerState(again).restore(other, memory.of(weight))
+    OptimizerState(again).restore(other, memory.tensors_of(weight))
     assert (again.param_groups[0]["momentum"], again.param_groups[0]["lr"]) == (0.9, 0.1)
     for thing, says in ((object(), "type object"), ([{1: len}], "type builtin_function")):
         optimizer.state[weight] = {"thing": thing}
         with pytest.raises(TypeError, match=says):
-            memory.of(weight)
+            memory.tensors_of(weight)

@@ -65,7 +65,7 @@ def stage(
     part = part_of(module.double(), enters, leaves, before=5 if index else 0, **known)
     sgd = partial(torch.optim.SGD, lr=0.1)
     made = Stage(index, part, sgd, LearningRate(), **arguments)  # type: ignore[arg-type]
-    made.observed_by(*observers_of(made, skips))
+    made.add_observers(*observers_of(made, skips))
     return made
 
 

@@ -203,7 +203,7 @@ class Distributed:
                 stack.enter_context(patch.object(module, "Thread", self.waits.thread()))
             # What hangs is noticed at once, and by no time.
             stack.enter_context(patch.object(Deadline, "mark", mark))
-            stack.enter_context(patch.object(Deadline, "_outlast", lambda deadline: None))
+            stack.enter_context(patch.object(Deadline, "_exit_if_blocked", lambda deadline: None))
             yield
 
 
