@@ -20,6 +20,7 @@ import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
@@ -68,21 +69,48 @@ class Case:
 def config(overrides: Sequence[str]) -> DictConfig:
     """Compose the configuration as the command line would.
 
-    By Hydra's own steps, but files are read once for each choice of groups, and a schedule's is put in by
-    itself: that is most of its time. test_conf.py holds it against Hydra.
+    By Hydra's own steps, but files of a group that choose no others are put in by themselves: that is most of
+    its time. test_conf.py holds it against Hydra.
     """
-    words = as_hydra(overrides)
+    words = [_as_hydra(word) for word in overrides]
     choices = [word for word in words if re.split("[@=]", word)[0] in GROUPS]
-    values = OverridesParser.create().parse_overrides([word for word in words if word not in choices])
-    alone = [word for word in choices if word.startswith("schedule=")]
+    values = [_parsed(word) for word in words if word not in choices]
+    alone = [word for word in choices if not word.startswith(("data=", "experiment=")) and _file(word)]
     if any(word.startswith("experiment=") for word in choices):
-        alone = []  # it comes after the schedule
+        alone = []  # it comes after the others
     cfg = deepcopy(_composed(tuple(word for word in choices if word not in alone)))
     for word in alone:
-        for key, value in OmegaConf.load(conf_dir() / f"{word.replace('=', '/')}.yaml").items():
-            cfg[key] = value
+        package, content = word.partition("=")[0].split("@")[-1], _file(word)
+        if package == "schedule":  # whose values are of the top level
+            for key, value in content.items():
+                cfg[key] = value
+        else:
+            OmegaConf.update(cfg, package, content, merge=False)
     ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
     return cfg
+
+
+@lru_cache(maxsize=4096)
+def _as_hydra(word: str) -> str:
+    (word,) = as_hydra([word])
+    return word
+
+
+@lru_cache(maxsize=4096)
+def _parsed(word: str) -> Override:
+    return OverridesParser.create().parse_override(word)
+
+
+@lru_cache(maxsize=256)
+def _file(choice: str) -> DictConfig | None:
+    """The content of what a word chooses of a group; None if there is no such file, or it chooses others."""
+    group, _, names = choice.partition("=")
+    folder = conf_dir() / group.partition("@")[0]
+    paths = [folder / f"{name}.yaml" for name in names.strip("[]").split(",") if name]
+    if not all(path.exists() for path in paths):
+        return None
+    content = OmegaConf.merge({}, *map(OmegaConf.load, paths))
+    return None if "defaults" in content else content  # type: ignore[return-value]
 
 
 def options_of(overrides: Sequence[str]) -> dict[str, Any]:

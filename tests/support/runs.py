@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,8 @@ from pipetrain.model.chain import network_of
 from pipetrain.model.network import Network
 from pipetrain.model.requirements import require_module
 from pipetrain.model.specs import ValueSpec
-from pipetrain.plan.make_plan import make_plan
+from pipetrain.plan import make_plan as planning
+from pipetrain.plan.cost_estimate import estimates
 from pipetrain.plan.memory_fit import optimizer_state
 from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
@@ -139,6 +141,21 @@ def network_for(cfg: Mapping[str, Any], settings: Settings, example: ValueSpec) 
     return network_of(made, example.cast(settings.dtype), settings.precision == "bf16").with_values(values)
 
 
+PLAIN = {"with_norm", "without_norm", "recomputing", "recomputing_reentrant", "skipping", "tied", "dropping"}
+"""Models that no forward changes: the layers of each are estimated once for all runs."""
+
+_known: dict[str, Any] = {}
+
+
+def _once(key: Any, make: Callable[[], Any]) -> Any:
+    """Return what `make` makes for a model of PLAIN, once for all runs that have the same key."""
+    if key[0]["_target_"].removeprefix("tests.support.models.") not in PLAIN:
+        return make()
+    if (name := repr(key)) not in _known:
+        _known[name] = make()
+    return _known[name]
+
+
 def prepare(cfg: Mapping[str, Any], schedule: str, ranks: int, data: Data) -> Run:
     """Build a run of a configuration."""
     settings, facts = Settings.composed(cfg, schedule, ranks), data.facts
@@ -149,8 +166,17 @@ def prepare(cfg: Mapping[str, Any], schedule: str, ranks: int, data: Data) -> Ru
     network = network_for(cfg, settings, facts.example)
     task = make_task(cfg)
     draft = Draft.from_settings(settings, make_schedule(cfg))
-    optimizer = try_optimizer(make_optimizer(cfg), network.model, len(draft.placement))
-    plan = make_plan(draft, network, facts.example, samples, None, optimizer_state(optimizer), task)
+    model = cfg["model"], settings.dtype, settings.precision, settings.memory_format, facts.example
+    trying = partial(try_optimizer, make_optimizer(cfg), network.model, len(draft.placement))
+    optimizer = _once((*model, cfg["optim"], len(draft.placement)), trying)
+    state = _once((*model, cfg["optim"]), partial(optimizer_state, optimizer))
+
+    def estimated(*given: Any) -> Any:
+        sizes = [settings.full, *map(sorted, given[3:])]
+        return _once((*model, sizes), partial(estimates, *given))
+
+    with patch.object(planning, "estimates", estimated):
+        plan = planning.make_plan(draft, network, facts.example, samples, None, state, task)
     return Run(
         settings=settings,
         facts=facts,

@@ -81,7 +81,8 @@ def test_each_schedule_makes_a_sound_program_and_comes_before_the_experiment_s(o
     assert (cfg.microbatches, cfg.window) == (8, 2)
     for ranks, batches in product((1, 2), (1, 3)):
         check(lower(make_schedule(values_of(cfg))(ranks, batches, 8)), batches, 8)
-    words = [f"schedule={option}", "optim=adamw"]
+    words = [f"schedule={option}", "optim=adamw", "model=gpt_medium", "codec.forward=half", "logger=[]"]
+    words += ["correction=[gap_aware,msnag]", "task=language_modelling", "data=text"]
     ours, theirs = config(words), commands.composed("config", words)
     ours.run_dir = theirs.run_dir = "."  # which has the time, if a job has run here
     assert ours == theirs
