@@ -1,8 +1,7 @@
-"""Trains a chain in one process as a pipeline of any schedule would, several runs at once.
+"""Trains a chain in one process as a pipeline of any schedule would.
 
 Which version of the weights the forwards of a stage read is what the schedule's own program says; nothing
-runs at the same time. The runs have seeds and rates of their own and are one batch of weights, so that a step
-of all costs little more than the numbers in it. It knows no messages, replicas, ties or clipping.
+runs at the same time. It knows no messages, replicas, ties or clipping.
 """
 
 from __future__ import annotations
@@ -10,23 +9,22 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
 from itertools import islice
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, stack_module_state, vmap
+from torch.func import functional_call
+from torch.optim import Optimizer
 
 from pipetrain.config.rate import Rate
 from pipetrain.correction import Correction
 from pipetrain.data import Draw, Sampler, Split
 from pipetrain.schedule.actions import Op, Program, Schedule, compute_program
-from published.stacked_optimizers import Optimizer
 
 Piece = tuple[Tensor, Tensor]
-"""The inputs and targets of a microbatch, [runs, n, ...] each."""
-Tensors = dict[str, Tensor]
-"""Of each parameter [runs, ...], by its name."""
+"""The inputs and targets of a microbatch, [n, ...] each."""
+Tensors = Mapping[str, Tensor]
+"""By the names of parameters."""
 DECAY = 0.999  # of the running mean of squared steps
 
 
@@ -51,89 +49,86 @@ def even_cuts(layers: int, stages: int) -> list[int]:
 
 @dataclass
 class Emulation:
-    """`models`: of one structure, with the first weights of each run; `loss`: the mean of a microbatch."""
+    """`optimizer`: with a group for each parameter, at the peak rate; `loss`: the mean of a microbatch.
 
-    models: Sequence[nn.Sequential]
+    `feedback`: steps go on as they change, U + (U - U before): the error feedback of arXiv 2606.30634.
+    """
+
+    model: nn.Sequential
     loss: Callable[[Tensor, Tensor], Tensor]
     optimizer: Optimizer
     rate: Rate
     correction: Correction = field(default_factory=Correction)
+    feedback: bool = False
     updates: int = 0
 
     def __post_init__(self) -> None:
-        weights, self.buffers = stack_module_state([*self.models])
-        self.weights: Tensors = {name: weight.detach() for name, weight in weights.items()}
-        self.steps: Tensors = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
-        self._squares: Tensors = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
+        self.parameters = dict(self.model.named_parameters())
+        groups = {group["params"][0]: group for group in self.optimizer.param_groups}
+        self.groups = {name: groups[p] for name, p in self.parameters.items()}
+        self._peaks = {name: group["lr"] for name, group in self.groups.items()}
+        self.steps: Tensors = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        self._squares = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        self._before: Tensors = {}  # with feedback, the last step without it
 
-    @cached_property
-    def layers(self) -> dict[str, int]:
-        """The layer of each parameter."""
-        numbers = {name: number for number, (name, _) in enumerate(self.models[0].named_children())}
-        return {name: numbers[name.split(".")[0]] for name in self.weights}
-
-    def train(self, pipeline: Pipeline, batches: Iterable[Sequence[Piece]], length: int) -> list[Tensor]:
-        """Train on so many batches, window by window; return the losses [runs] of each."""
-        losses, rest, window = list[Tensor](), iter(batches), pipeline.window or length
+    def train(self, pipeline: Pipeline, batches: Iterable[Sequence[Piece]], length: int) -> list[float]:
+        """Train on so many batches, window by window; return the loss of each."""
+        losses, rest, window = list[float](), iter(batches), pipeline.window or length
         for start in range(0, length, window):
             size = min(window, length - start)
             losses += self.window(pipeline, islice(rest, size), size)
         return losses
 
-    def window(self, pipeline: Pipeline, batches: Iterable[Sequence[Piece]], length: int) -> list[Tensor]:
-        """Train on a window of batches in their microbatches; return the losses [runs] of each batch."""
+    def window(self, pipeline: Pipeline, batches: Iterable[Sequence[Piece]], length: int) -> list[float]:
+        """Train on a window of batches in their microbatches; return the loss of each batch."""
+        self.model.train()
         program = pipeline.program(length)
         reads = {(a.stage, a.mb): a.version for actions in program for a in actions if a.op is Op.F}
-        homes = {name: bisect_right(pipeline.cuts, layer) for name, layer in self.layers.items()}
-        versions, losses, mb = {0: _Version.of(self)}, list[Tensor](), 0
+        layers = {name: number for number, (name, _) in enumerate(self.model.named_children())}
+        stages = {name: bisect_right(pipeline.cuts, layers[name.split(".")[0]]) for name in self.parameters}
+        versions, losses, mb = {0: _Version.newest(self)}, list[float](), 0
         for batch, pieces in enumerate(batches):
-            used: dict[tuple[str, int], Tensor] = {}
-            sums: dict[tuple[str, int], Tensor] = {}
-            count, mean = sum(y.shape[1] for _, y in pieces), torch.zeros(())
+            leaves: dict[tuple[str, int], Tensor] = {}
+            count, mean = sum(len(y) for _, y in pieces), 0.0
             for x, y in pieces:
-                keys = [(name, reads[stage, mb]) for name, stage in homes.items()]
+                keys = [(name, reads[stage, mb]) for name, stage in stages.items()]
                 for name, version in keys:
-                    if (name, version) not in used:
+                    if (name, version) not in leaves:
                         read = versions[version].read(name, batch - version, self)
-                        used[name, version] = read.detach().requires_grad_()
-                leaves = [used[key] for key in keys]
-                loss = self._losses(dict(zip(homes, leaves, strict=True)), x, y) * (y.shape[1] / count)
-                for key, gradient in zip(keys, torch.autograd.grad(loss.sum(), leaves), strict=True):
-                    sums[key] = sums[key] + gradient if key in sums else gradient
-                mean, mb = mean + loss.detach(), mb + 1
-            self._step(used, sums, {key: batch - key[1] for key in sums})
-            oldest = min((reads[stage, mb] for stage in homes.values() if (stage, mb) in reads), default=0)
-            versions = {v: of for v, of in versions.items() if v >= oldest}
-            versions[batch + 1] = _Version.of(self)
+                        leaves[name, version] = read.requires_grad_()
+                weights = {key[0]: leaves[key] for key in keys}
+                loss = self.loss(functional_call(self.model, weights, (x,)), y) * (len(y) / count)
+                loss.backward()  # type: ignore[no-untyped-call]
+                mean, mb = mean + loss.item(), mb + 1
+            self._step(leaves, batch)
+            oldest = min((reads[stage, mb] for stage in stages.values() if (stage, mb) in reads), default=0)
+            versions = {number: version for number, version in versions.items() if number >= oldest}
+            versions[batch + 1] = _Version.newest(self)
             losses.append(mean)
         return losses
 
-    def _losses(self, weights: Tensors, x: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss of each run, [runs]."""
-        return vmap(self._loss_of)(weights, self.buffers, x, y)
-
-    def _loss_of(self, weights: Tensors, buffers: Tensors, x: Tensor, y: Tensor) -> Tensor:
-        return self.loss(functional_call(self.models[0].train(), (weights, buffers), (x,)), y)
-
     @torch.no_grad()
-    def _step(
-        self,
-        used: Mapping[tuple[str, int], Tensor],
-        sums: Mapping[tuple[str, int], Tensor],
-        delays: Mapping[tuple[str, int], int],
-    ) -> None:
-        """Update by the sums of gradients of each version that was used, after the delays of each."""
-        fraction, before, late = self.rate(self.updates), self.weights, dict.fromkeys(self.weights, 0)
-        total: Tensors = {}
-        for (name, version), gradient in sums.items():
-            if (delay := delays[name, version]) and self.correction.weighs:
-                gaps = self.weights[name] - used[name, version]
-                self.correction.weigh([gradient], [gaps], [self._squares[name].sqrt()])
-            total[name] = total[name] + gradient if name in total else gradient
+    def _step(self, leaves: Mapping[tuple[str, int], Tensor], batch: int) -> None:
+        """Update by the gradients of the leaves, which are of these parameters and versions."""
+        fraction, late = self.rate(self.updates), dict.fromkeys(self.parameters, 0)
+        before = {name: p.clone() for name, p in self.parameters.items()}
+        for (name, version), leaf in leaves.items():
+            p, delay = self.parameters[name], batch - version
+            assert leaf.grad is not None
+            if delay and self.correction.weighs:
+                self.correction.weigh([leaf.grad], [p - leaf], [self._squares[name].sqrt()])
+            p.grad = leaf.grad if p.grad is None else p.grad + leaf.grad
             late[name] = max(late[name], delay)
-        rates = {name: fraction * self.correction.rate(self.updates, delay) for name, delay in late.items()}
-        self.weights = self.optimizer.stepped(before, total, rates)
-        self.steps = {name: weight - before[name] for name, weight in self.weights.items()}
+        for name, group in self.groups.items():
+            group["lr"] = self._peaks[name] * fraction * self.correction.rate(self.updates, late[name])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.feedback:
+            steps = {name: p - before[name] for name, p in self.parameters.items()}
+            for name, step in steps.items():
+                self.parameters[name].add_(step - self._before.get(name, step))
+            self._before = steps
+        self.steps = {name: p - before[name] for name, p in self.parameters.items()}
         self.updates += 1
         if self.correction.weighs:
             share = (1 - DECAY) / (1 - DECAY**self.updates)
@@ -142,9 +137,8 @@ class Emulation:
 
     @torch.no_grad()
     def outputs(self, x: Tensor) -> Tensor:
-        """Return what each run's model gives in an evaluation, [runs, n, ...], of inputs [n, ...]."""
-        call = partial(functional_call, self.models[0].eval())
-        outputs: Tensor = vmap(lambda *state: call(state, (x,)))(self.weights, self.buffers)
+        """Return what the model gives in an evaluation."""
+        outputs: Tensor = self.model.eval()(x)
         return outputs
 
 
@@ -157,45 +151,37 @@ class _Version:
     ratio: float
 
     @classmethod
-    def of(cls, now: Emulation) -> _Version:
-        last = now.rate(now.updates - 1) if now.updates else 0.0
-        return cls(now.weights, now.steps, now.rate(now.updates) / last if last else 0.0)
+    def newest(cls, emulation: Emulation) -> _Version:
+        rate, updates = emulation.rate, emulation.updates
+        last = rate(updates - 1) if updates else 0.0
+        weights = {name: p.detach().clone() for name, p in emulation.parameters.items()}
+        return cls(weights, emulation.steps, rate(updates) / last if last else 0.0)
 
-    def read(self, name: str, delay: int, now: Emulation) -> Tensor:
-        """Return what a forward reads of which the update comes so many updates later."""
-        if not (delay and now.correction.predicts):
-            return self.weights[name]
-        reach = now.correction.reach(delay, now.optimizer.momentum(name)) * self.ratio
+    def read(self, name: str, delay: int, emulation: Emulation) -> Tensor:
+        """Return a copy of what a forward reads if its update comes so many updates later."""
+        if not (delay and emulation.correction.predicts):
+            return self.weights[name].clone()
+        group = emulation.groups[name]
+        momentum = group["momentum"] if "momentum" in group else group["betas"][0]
+        reach = emulation.correction.reach(delay, momentum) * self.ratio
         return self.weights[name] + reach * self.steps[name]
 
 
 @dataclass(frozen=True)
 class Feed:
-    """The samples of several runs, each in the order of its seed, as pipetrain draws them."""
+    """The samples of a run in the order of its seed, as pipetrain draws them."""
 
     split: Split
     batch_size: int
     microbatches: int
-    seeds: Sequence[int]
-
-    def samplers(self) -> list[Sampler]:
-        size = len(self.split), self.batch_size, self.microbatches
-        return [Sampler(*size, seed, drop_last=True) for seed in self.seeds]
+    seed: int
 
     def __len__(self) -> int:
         return len(self.split) // self.batch_size
 
     def epoch(self, number: int) -> Iterable[list[Piece]]:
         """Yield the batches of an epoch in their microbatches."""
-        read = (partial(self._batch, Draw(seed, number)) for seed in self.seeds)
-        orders = [sampler.epoch(number) for sampler in self.samplers()]
-        by_run = [map(of, order) for of, order in zip(read, orders, strict=True)]
-        for batch in zip(*by_run, strict=True):
-            yield [
-                (torch.stack(x), torch.stack(y))
-                for x, y in (zip(*piece, strict=True) for piece in zip(*batch, strict=True))
-            ]
-
-    def _batch(self, draw: Draw, pieces: Sequence[Tensor]) -> list[Piece]:
-        read = self.split.inputs, self.split.targets
-        return [tuple(of(ids, draw) for of in read) for ids in pieces]  # type: ignore[misc]
+        sampler = Sampler(len(self.split), self.batch_size, self.microbatches, self.seed, drop_last=True)
+        draw = Draw(self.seed, number)
+        for batch in sampler.epoch(number):
+            yield [(self.split.inputs(ids, draw), self.split.targets(ids, draw)) for ids in batch]  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Small trainings with late gradients, emulated: the tasks, and one training of them by all seeds at once.
+"""Small trainings with late gradients, emulated: the tasks, and a training of them.
 
 Each method chooses its rate from the task's few, by seeds that are not reported.
 """
@@ -10,24 +10,26 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from math import inf, isfinite
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import SGD, AdamW, Optimizer
 
 from pipetrain.config.build import make_correction
-from pipetrain.config.parameter_groups import KINDS
+from pipetrain.config.parameter_groups import KINDS, ChainedOptimizer
 from pipetrain.config.rate import learning_rate
 from pipetrain.data import Images, Split, cifar10, digits, text
 from pipetrain.models import gpt
+from pipetrain.muon import Muon
 from pipetrain.schedule.actions import Schedule, most_open, most_versions
 from pipetrain.schedule.asynchronous import AsynchronousV
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import one_f_one_b, pipedream, pipedream_2bw, ssp
 from pipetrain.schedule.simulate import simulate, unit_cost
 from published.emulation import Emulation, Feed, Pipeline, even_cuts
-from published.stacked_optimizers import SGD, AdamW, Feedback, Muon, Optimizer
 
 SCHEDULES: Mapping[str, Schedule] = {
     "synchronous": one_f_one_b,
@@ -39,6 +41,8 @@ SCHEDULES: Mapping[str, Schedule] = {
 FLUSH = Pipeline(one_f_one_b, window=1)
 WARMUP, DECAY = 0.05, {"sgd": 5e-4, "adamw": 0.01, "muon": 0.01}
 OTHERS = {"accuracy": 3e-3, "loss": 2e-3}  # the rate of what Muon leaves to AdamW, by the task's metric
+PIECES = {"synchronous": 8, "pipedream_2bw": 8}  # microbatches on paper, which change no training of these
+POOLS, BLOCK = (1, 4), 32  # the convolutions that a max-pool follows; bytes of a text
 HYBRID, FEEDBACK, EARLY = "hybrid", "feedback", 0.4  # the share of updates that hybrid makes synchronously
 
 
@@ -55,17 +59,21 @@ class Task:
     metric: str = "accuracy"  # of the test images, in %; or loss: in nats
 
 
-@dataclass(frozen=True)
-class Setting:
+class Way(NamedTuple):
     """How a training is pipelined. `correction`: names joined by +; `hybrid` and `feedback` are two more."""
 
-    schedule: str = "synchronous"
-    ranks: int = 1
-    microbatches: int = 1
-    correction: str = "none"
+    schedule: str
+    ranks: int
+    microbatches: int
+    correction: str
+
+    def __str__(self) -> str:
+        pieces = f", {self.microbatches} microbatches" * (self.microbatches > 1)
+        corrected = "" if self.correction == "none" else f" + {self.correction.replace('+', ' + ')}"
+        return self.schedule + pieces + corrected
 
     @property
-    def parts(self) -> list[str]:
+    def corrections(self) -> list[str]:
         return [name for name in self.correction.split("+") if name not in (HYBRID, FEEDBACK, "none")]
 
     def pipeline(self, layers: int) -> Pipeline:
@@ -79,9 +87,6 @@ class Setting:
 
 
 # Models of 16 layers, or of 8, that any number of stages divides
-
-
-POOLS = 1, 4  # the convolutions that a max-pool follows
 
 
 def chain(norm: Callable[[int], nn.Module], residual: bool = False) -> nn.Sequential:
@@ -125,9 +130,6 @@ def tiny_gpt() -> nn.Sequential:
     embedding, *blocks, norm, head = gpt(8, 4, 32, BLOCK, 256)
     first, *between, last = blocks
     return nn.Sequential(nn.Sequential(embedding, first), *between, nn.Sequential(last, norm, head))
-
-
-BLOCK = 32
 
 
 @cache
@@ -184,57 +186,49 @@ def compared(
     seeds: Sequence[int],
     batches: int | None = None,
 ) -> dict[str, Any]:
-    """Choose the rate by the seeds `tuned`, then train the others at it; all runs of either at once.
+    """Choose the rate by the seeds `tuned`, then train the others at it.
 
     `batches`: only so many, in one epoch and at one rate. Returns the `rate`, the `trials` of each rate, the
     last `scores` by seed, and `losses` of the training, by seed, as means of `every` updates.
     """
-    of, how = TASKS[task], Setting(**setting)
+    of, how = TASKS[task], Way(**setting)
+    rates = of.rates[optimizer]
     if batches:
         train, test = (split.first(batches * of.batch_size) for split in of.data())
-        one = {optimizer: of.rates[optimizer][:1]}
-        of = replace(of, data=lambda: (train, test), rates=one, epochs=1, every=batches)
-    rates = of.rates[optimizer]
-    each = [(rate, seed) for rate in rates for seed in tuned]
-    scores, _ = trained(of, optimizer, how, *zip(*each, strict=True)) if len(rates) > 1 else ([0.0], [])
-    trials = [sum(scores[n * len(tuned) : (n + 1) * len(tuned)]) / len(tuned) for n in range(len(rates))]
+        of, rates = replace(of, data=lambda: (train, test), epochs=1, every=batches), rates[:1]
+    trials = [
+        fmean(trained(of, optimizer, how, rate, seed)[0] for seed in tuned) if len(rates) > 1 else 0.0
+        for rate in rates
+    ]
     sign = -1 if of.metric == "accuracy" else 1
     rate = rates[min(range(len(rates)), key=lambda n: sign * trials[n] if isfinite(trials[n]) else inf)]
-    scores, losses = trained(of, optimizer, how, [rate] * len(seeds), seeds)
+    scores, losses = zip(*(trained(of, optimizer, how, rate, seed) for seed in seeds), strict=True)
     return {"rate": rate, "trials": trials, "scores": scores, "losses": losses, "every": of.every}
 
 
-def trained(
-    task: Task, optimizer: str, how: Setting, rates: Sequence[float], seeds: Sequence[int]
-) -> tuple[list[float], list[list[float]]]:
-    """Train a run for each rate and seed; return their last scores and curves of the loss."""
-    models = []
-    for seed in seeds:
-        torch.manual_seed(seed)
-        models.append(task.model())
-    train, test = task.data()
-    feed = Feed(train, task.batch_size, how.microbatches, seeds)
+def trained(task: Task, optimizer: str, how: Way, rate: float, seed: int) -> tuple[float, list[float]]:
+    """Train; return the last score, and the curve of the loss."""
+    torch.manual_seed(seed)
+    model, (train, test) = task.model(), task.data()
+    feed = Feed(train, task.batch_size, how.microbatches, seed)
     updates = task.epochs * len(feed)
-    stacked = optimizer_of(optimizer, models[0], rates, OTHERS[task.metric])
     emulation = Emulation(
-        models,
+        model,
         loss_of,
-        Feedback(stacked) if FEEDBACK in how.correction else stacked,
+        optimizer_of(optimizer, model, rate, OTHERS[task.metric]),
         learning_rate("cosine", WARMUP, updates),
-        make_correction("correction", how.parts),
+        make_correction("correction", how.corrections),
+        FEEDBACK in how.correction,
     )
-    pipeline, losses = how.pipeline(len(models[0])), list[Tensor]()
+    pipeline, losses = how.pipeline(len(model)), list[float]()
     switch = round(EARLY * updates) if HYBRID in how.correction else 0
     for epoch in range(task.epochs):
         batches, early = iter(feed.epoch(epoch)), min(max(switch - len(losses), 0), len(feed))
         late = len(feed) - early
         losses += emulation.train(FLUSH, islice(batches, early), early)
         losses += emulation.train(pipeline, batches, late) if late else []
-    means = torch.stack(
-        [torch.stack(losses[n : n + task.every]).mean(0) for n in range(0, updates, task.every)]
-    )
-    scores = score(emulation, test, task.metric)
-    return scores, [[round(float(x), 4) for x in run] for run in means.T]
+    means = [fmean(losses[n : n + task.every]) for n in range(0, updates, task.every)]
+    return score(emulation, test, task.metric), [round(mean, 4) for mean in means]
 
 
 def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -242,26 +236,30 @@ def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
-def score(emulation: Emulation, test: Split, metric: str) -> list[float]:
-    """Return the accuracy in % or the mean loss of each run."""
-    sums = torch.zeros(len(emulation.models))
+def score(emulation: Emulation, test: Split, metric: str) -> float:
+    """Return the accuracy in % or the mean loss."""
+    total = 0.0
     for ids in torch.split(torch.arange(len(test)), 256):
-        targets = test.targets(ids, None)
-        outputs = emulation.outputs(test.inputs(ids, None))  # type: ignore[arg-type]
+        outputs, targets = emulation.outputs(test.inputs(ids, None)), test.targets(ids, None)  # type: ignore[arg-type]
         if metric == "accuracy":
-            sums += 100 * torch.eq(outputs.argmax(-1), targets).sum(1)  # type: ignore[arg-type]
+            total += 100 * int(torch.eq(outputs.argmax(-1), targets).sum())  # type: ignore[arg-type]
         else:
-            sums += torch.stack([loss_of(run, targets) * len(ids) for run in outputs])  # type: ignore[arg-type]
-    return [round(float(x) / len(test), 4) for x in sums]
+            total += len(ids) * loss_of(outputs, targets).item()  # type: ignore[arg-type]
+    return round(total / len(test), 4)
 
 
-def optimizer_of(name: str, model: nn.Module, rates: Sequence[float], others: float) -> Optimizer:
-    """Return an optimizer of runs with these rates."""
-    lr = torch.tensor(rates)
-    if name == "muon":
-        left = KINDS["all_but_hidden"].names(model)
-        return Muon(lr, DECAY[name], left, torch.full_like(lr, others))
-    return SGD(lr, DECAY[name]) if name == "sgd" else AdamW(lr, DECAY[name])
+def optimizer_of(name: str, model: nn.Module, rate: float, others: float) -> Optimizer:
+    """Return an optimizer with a group for each parameter; `others`: AdamW's rate, beside Muon."""
+    left = KINDS["all_but_hidden"].names(model) if name == "muon" else set[str]()
+    named, decay = dict(model.named_parameters()), DECAY[name]
+    groups = [{"params": [p]} for n, p in named.items() if n not in left]
+    if name == "sgd":
+        return SGD(groups, rate, momentum=0.9, weight_decay=decay)
+    if name == "adamw":
+        return AdamW(groups, rate, weight_decay=decay)
+    rest = [{"params": [named[n]]} for n in named if n in left]
+    muon = Muon(groups, lr=rate, weight_decay=decay)
+    return ChainedOptimizer([muon, AdamW(rest, others, weight_decay=decay)])
 
 
 @cache
@@ -280,7 +278,3 @@ def priced(schedule: str, ranks: int, microbatches: int) -> dict[str, float]:
     versions = max(share * sum(most_versions(actions).values()) for actions in program)
     fullest = max(most_open([actions]) for actions in program)
     return {"time": time / window, "versions": versions, "activations": fullest * share / pieces}
-
-
-# Microbatches on paper, of schedules whose trainings they do not change
-PIECES = {"synchronous": 8, "pipedream_2bw": 8}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from published.experiments import staleness
-from published.experiments.staleness import LATE_BY_ONE, PLAIN, SYNCHRONOUS, Way, rows_of
+from published.experiments.staleness import LATE_BY_ONE, PLAIN, SYNCHRONOUS, rows_of
 from published.record import Findings
+from published.trials import Way
 
 
 def results(ends: dict[Way, float]) -> dict[str, Any]:

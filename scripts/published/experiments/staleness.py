@@ -9,12 +9,12 @@ from io import StringIO
 from math import inf, isfinite, sqrt
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 from comparison.table import Table
 from pipetrain.data import cifar10
 from published.record import Chart, Check, File, Finding, How, Line, Results, Step
-from published.trials import EARLY, FEEDBACK, HYBRID, PIECES, TASKS, compared, priced
+from published.trials import EARLY, FEEDBACK, HYBRID, PIECES, TASKS, Way, compared, priced
 
 FAR = 5  # times the goal
 TUNED, SEEDS, DEPTH = (100, 101), (0, 1, 2, 3, 4), 8
@@ -53,36 +53,20 @@ CIFAR10 = Path("data", cifar10.FOLDER)  # left out where it is not there
 
 def steps(quick: bool) -> dict[str, Step]:
     """Train each setting, the most telling ones first."""
-    chosen, seeds = {}, SEEDS[:2] if quick else SEEDS
-    for task, (optimizers, settings) in STUDIED.items():
-        for schedule, ranks, microbatches, correction in settings[:2] if quick else settings:
+    chosen = {}
+    for task, (optimizers, settings) in [*STUDIED.items()][: 1 if quick else None]:
+        for setting in settings[:2] if quick else settings:
             for optimizer in optimizers[:1] if quick else optimizers:
-                setting = {"schedule": schedule, "ranks": ranks, "correction": correction}
-                setting |= {"microbatches": microbatches}
-                name = f"{task}; {optimizer}; {schedule}; {ranks}; {microbatches}; {correction}"
-                arguments: dict[str, Any] = {"task": task, "optimizer": optimizer, "setting": setting}
-                arguments |= {"tuned": TUNED, "seeds": seeds}
-                chosen[name] = Step(compared, arguments | {"batches": 2} if quick else arguments)
-        if quick:
-            break
+                way = Way(*setting)
+                own: dict[str, Any] = {"task": task, "optimizer": optimizer, "setting": way._asdict()}
+                own |= {"tuned": TUNED, "seeds": SEEDS[:2] if quick else SEEDS} | (
+                    {"batches": 2} if quick else {}
+                )
+                chosen["; ".join(map(str, (task, optimizer, *way)))] = Step(compared, own)
     if not CIFAR10.exists():
         print(f"CIFAR-10 is left out: put it into {CIFAR10}")
         chosen = {name: step for name, step in chosen.items() if not name.startswith("CIFAR-10")}
     return chosen
-
-
-class Way(NamedTuple):
-    """How a training was pipelined."""
-
-    schedule: str
-    stages: int
-    microbatches: int
-    correction: str
-
-    def __str__(self) -> str:
-        pieces = f", {self.microbatches} microbatches" * (self.microbatches > 1)
-        corrected = "" if self.correction == "none" else f" + {self.correction.replace('+', ' + ')}"
-        return self.schedule + pieces + corrected
 
 
 SYNCHRONOUS, PLAIN = Way("synchronous", 1, 1, "none"), Way("pipedream", DEPTH, 1, "none")
@@ -137,7 +121,7 @@ class Row:
         reached = f"{self.reached:.0f}" if self.reached else "-"
         return [
             str(self.way),
-            str(self.way.stages) if self.way != SYNCHRONOUS else "any",
+            str(self.way.ranks) if self.way != SYNCHRONOUS else "any",
             f"{self.result['rate']:g}",
             f"{fmean(scores):.{digits}f} ± {half(scores):.{digits}f}",
             "-" if self.way == SYNCHRONOUS else f"{self.gap:+.{digits}f} ± {half(self.gaps):.{digits}f}",
@@ -149,7 +133,7 @@ class Row:
     @property
     def costs(self) -> dict[str, float]:
         """What it costs on paper, on as many devices as there are stages; a synchronous run on 8."""
-        way, ranks = self.way, DEPTH if self.way == SYNCHRONOUS else self.way.stages
+        way, ranks = self.way, DEPTH if self.way == SYNCHRONOUS else self.way.ranks
         costs = priced(way.schedule, ranks, way.microbatches)
         if HYBRID not in way.correction:
             return costs
@@ -196,7 +180,7 @@ def recommended(rows: Sequence[Row], optimizer: str) -> Way:
     """Return the way at the greatest depth whose worst gap, of all tasks of the optimizer, is least."""
     shares: dict[Way, list[float]] = {}
     for row in rows:
-        if row.optimizer == optimizer and row.way.stages == DEPTH:
+        if row.optimizer == optimizer and row.way.ranks == DEPTH:
             shares.setdefault(row.way, []).append(row.share)
     tasks = max(map(len, shares.values()), default=0)
     whole = {way: max(of) for way, of in shares.items() if len(of) == tasks}
@@ -206,7 +190,7 @@ def recommended(rows: Sequence[Row], optimizer: str) -> Way:
 def said(rows: Sequence[Row], best: Mapping[str, Way]) -> Iterator[str]:
     """Yield what came out: of each optimizer the best way, what is near, and what failed."""
     for optimizer, way in best.items():
-        of = [row for row in rows if row.optimizer == optimizer and row.way.stages == DEPTH]
+        of = [row for row in rows if row.optimizer == optimizer and row.way.ranks == DEPTH]
         lines = [
             f"{r.task} {r.gap:+.2g} ({r.costs['time'] ** -1:.1f} times one device)"
             for r in of
@@ -226,12 +210,11 @@ def said(rows: Sequence[Row], best: Mapping[str, Way]) -> Iterator[str]:
 
 def checked(rows: Sequence[Row], optimizer: str, way: Way) -> Iterator[Check]:
     """Hold the recommended way, and plain pipedream, against the goal on each task."""
-    for row in rows:
-        if row.optimizer != optimizer or row.way != way:
-            continue
-        plain = next((r for r in rows if (r.task, r.optimizer, r.way) == (row.task, optimizer, PLAIN)), None)
+    own = {(row.task, row.way): row for row in rows if row.optimizer == optimizer}
+    for row in (row for row in own.values() if row.way == way):
         unit = "points" if row.metric == "accuracy" else "nats"
-        beside = "" if plain is None else f"; plain pipedream {plain.gap:+.3g}"
+        plain = own.get((row.task, PLAIN))
+        beside = f"; plain pipedream {plain.gap:+.3g}" if plain else ""
         here = f"{row.gap:+.3g} ± {half(row.gaps):.2g} {unit}{beside}"
         goal = f"at most {GOAL[row.metric]} {unit} below"
         yield Check(f"{row.task}, {optimizer}, {DEPTH} stages: {way}", goal, here, row.share <= 1)
@@ -243,7 +226,7 @@ def charts(rows: Sequence[Row], best: Mapping[str, Way]) -> Iterator[Chart]:
         of = {row.way: row for row in rows if (row.task, row.optimizer) == (task, optimizer)}
         ways = [way for way in dict.fromkeys((SYNCHRONOUS, PLAIN, LATE_BY_ONE, best[optimizer])) if way in of]
         title, own = f"{task}, {optimizer}", TASKS[task]
-        depths = sorted({way.stages for way in of if way.schedule == "pipedream"})
+        depths = sorted({way.ranks for way in of if way.schedule == "pipedream"})
         if len(depths) > 1:
             yield Chart(title, "stages", "last accuracy, %", [*across(of, depths)])
         log = "y" if own.metric == "accuracy" else ""
@@ -260,7 +243,7 @@ def across(of: Mapping[Way, Row], depths: Sequence[int]) -> Iterator[Line]:
     """Yield lines of scores against depth; of 2BW and synchronous runs one stands for all."""
     for schedule, correction in dict.fromkeys((way.schedule, way.correction) for way in of):
         points = {
-            w.stages: fmean(r.result["scores"])
+            w.ranks: fmean(r.result["scores"])
             for w, r in of.items()
             if w[::3] == (schedule, correction) and w.microbatches == 1
         }
@@ -289,19 +272,23 @@ def runs_csv(rows: Sequence[Row]) -> str:
 def advice_csv(rows: Sequence[Row]) -> str:
     """Return pipetrain/plan/staleness.csv: gaps of what a user can choose; 2BW at each depth."""
     lines = [
-        (row.optimizer, way.schedule, stages, way.correction, row.task, row.metric, *numbers(row))
+        (
+            row.optimizer,
+            way.schedule,
+            stages,
+            way.correction,
+            row.task,
+            row.metric,
+            f"{row.gap:.4f}",
+            f"{half(row.gaps):.4f}",
+        )
         for row in rows
         if (way := row.way) != SYNCHRONOUS and way.microbatches == 1 and isfinite(row.gap)
         if way.correction != FEEDBACK
-        for stages in ((2, 4, 8) if way.schedule == "pipedream_2bw" else (way.stages,))
+        for stages in ((2, 4, 8) if way.schedule == "pipedream_2bw" else (way.ranks,))
     ]
     head = "optimizer schedule stages correction task metric gap half"
     return written(head.split(), lines)
-
-
-def numbers(row: Row) -> tuple[str, str]:
-    """Return a gap, and half its interval."""
-    return f"{row.gap:.4f}", f"{half(row.gaps):.4f}"
 
 
 def written(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
