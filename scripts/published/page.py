@@ -44,32 +44,12 @@ class Section:
     @property
     def verdict(self) -> Table:
         """What must come back, and whether it did."""
-        checks = self.findings.checks
-        return self._verdict([[c.what, c.published, c.here, CAME[c.came_back]] for c in checks])
+        return verdict(self.findings.checks, self.record.reference)
 
     @property
     def short_verdict(self) -> Table:
-        """A line for each thing that must come back: its cases, of many those that did not."""
-        if self.findings.tables:
-            return self.verdict
-        groups: dict[str, dict[str, Check]] = {}
-        for check in self.findings.checks:
-            case, _, what = check.what.rpartition(": ")
-            groups.setdefault(what, {})[case] = check
-        lines = []
-        for what, cases in groups.items():
-            if len(cases) == 1:
-                (check,) = cases.values()
-                lines.append([check.what, check.published, check.here, CAME[check.came_back]])
-            else:
-                lines.append([what, *_several(cases), came_back([*cases.values()])])
-        return self._verdict(lines)
-
-    def _verdict(self, lines: Sequence[Sequence[str]]) -> Table:
-        reference = self.record.reference
-        return Table(
-            "Verdict", ["what must come back", reference, "here", "came back"], lines, (), (*WORDS, reference)
-        )
+        """A line for each thing that must come back, unless the record has tables of its own."""
+        return verdict(self.findings.checks, self.record.reference, short=not self.findings.tables)
 
     @property
     def tables(self) -> Sequence[Table]:
@@ -91,30 +71,45 @@ class Section:
         ]
 
 
-def _several(cases: Mapping[str, Check]) -> tuple[str, str]:
-    """Return what was published of several cases, and what is here."""
-    shown = {case: check for case, check in cases.items() if len(cases) <= FEW or check.came_back is False}
-    published, here = ({getattr(check, name) for check in cases.values()} for name in ("published", "here"))
+def verdict(checks: Sequence[Check], reference: str, short: bool = False) -> Table:
+    """Return a line for each check; `short`: for all cases of what must come back."""
+    by_what: dict[str, dict[str, Check]] = {}
+    for check in checks:
+        case, _, what = check.what.rpartition(": ") if short else ("", "", check.what)
+        by_what.setdefault(what, {})[case] = check
+    head = ["what must come back", reference, "here", "came back"]
+    lines = [verdict_line(what, cases) for what, cases in by_what.items()]
+    return Table("Verdict", head, lines, (), (*WORDS, reference))
+
+
+def verdict_line(what: str, cases: Mapping[str, Check]) -> list[str]:
+    """Return a line of the verdict: what, as published, here, and whether it came back.
+
+    Of many cases it shows those that failed.
+    """
+    checks = [*cases.values()]
+    if len(checks) == 1:
+        (check,) = checks
+        return [check.what, check.published, check.here, CAME[check.came_back]]
+    published, here = {check.published for check in checks}, {check.here for check in checks}
     if len(published) == 1 and len(here) == 1:
-        return published.pop(), here.pop()
-    own = len(published) > 1
-    says = [
-        f"{case}: " + (f"**{c.here}**" if c.came_back is False else c.here) + f" ({c.published})" * own
-        for case, c in shown.items()
-    ]
-    left = "all others" if says else "all"
-    says += [left] if len(shown) < len(cases) else []
-    return "in brackets" if own else published.pop(), "; ".join(says)
+        return [what, *published, *here, came_back(checks)]
+    own, says = len(published) > 1, list[str]()
+    for case, check in cases.items():
+        failed = check.came_back is False
+        if len(cases) <= FEW or failed:
+            found = f"**{check.here}**" if failed else check.here
+            says.append(f"{case}: {found}" + f" ({check.published})" * own)
+    if len(says) < len(cases):
+        says.append("all others" if says else "all")
+    return [what, "in brackets" if own else published.pop(), "; ".join(says), came_back(checks)]
 
 
 def came_back(checks: Sequence[Check]) -> str:
     """Return how many of the checks came back."""
-    tried = [check for check in checks if check.came_back is not None]
-    left = len(checks) - len(tried)
-    return (
-        f"{len([check for check in tried if check.came_back])} of {len(tried)}"
-        + f", {left} not tried" * bool(left)
-    )
+    tried = [check.came_back for check in checks if check.came_back is not None]
+    untried = len(checks) - len(tried)
+    return f"{sum(tried)} of {len(tried)}" + f", {untried} not tried" * bool(untried)
 
 
 def section(

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmark.contestants import Ours, plain, race
 from benchmark.replicas import Idle
@@ -21,11 +21,44 @@ from published.measures import Race, ends, partition
 from published.record import Chart, Check, Finding, How, Line, Series
 
 PLAIN, THEIRS = "a plain loop", "torchgpipe"
-SPEED = "x its speed"
+AGAIN, SPEED = "recompute=always", "x its speed"
 TIE = 0.05  # two runs of the same contestant differ by some percent, see docs/results/README.md
 
 Entrants = Mapping[str, Sequence[Any]]
 """By name: PLAIN, THEIRS or a schedule of ours, the layers of each of its stages, and more overrides."""
+
+
+class Row(NamedTuple):
+    """A row of a record: microbatches, the layers of each partition, and the speed-up over one process."""
+
+    microbatches: int
+    balance: Sequence[int]
+    speedup: float
+
+
+def pairs(
+    rows: Mapping[int, Row], ranks: Sequence[int], layers: int, *words: str
+) -> dict[str, Sequence[Any]]:
+    """Return `pipeline-K` and `torchgpipe-K` for each of these numbers of ranks, at the record's cuts."""
+    who = {"pipeline": "gpipe", "torchgpipe": THEIRS}
+    return {
+        f"{name}-{n}": (schedule, scaled(rows[n].balance, layers), *words)
+        for n in ranks
+        for name, schedule in who.items()
+    }
+
+
+def speedup(of: str, name: str, rows: Mapping[int, Row], gains: Mapping[int, float]) -> Series:
+    """Return planned speed-ups by partitions beside the published ones, and their bounds."""
+    published = {n: row.speedup for n, row in rows.items()}
+    bounds = {n: bound(n, rows[n].microbatches) for n in gains}
+    return Series(of, name, "K", gains, How.PLANNED, "x naive-1", published, bounds)
+
+
+def bound_line(rows: Mapping[int, Row]) -> Line:
+    """Return the line of the bounds of a record's rows."""
+    bounds = {n: bound(n, row.microbatches) for n, row in rows.items()}
+    return Line("c K m / (m + K - 1)", How.BOUND, bounds)
 
 
 def race_torchgpipe(
@@ -148,7 +181,7 @@ def held_against(race: Race, pairs: Mapping[str, str]) -> Iterator[Finding]:
         yield Series("", "forwards alone", "", forwards, unit=SPEED)
 
 
-def forwards_chart(race: Race, ranks: Sequence[int] = (1, 2)) -> Chart:
+def forwards_chart(race: Race, ranks: Sequence[int]) -> Chart:
     """Draw the seconds of a batch and of its forwards alone, of `pipeline-K` and `torchgpipe-K`."""
     lines = []
     for title, name in (("ours", "pipeline"), ("torchgpipe", "torchgpipe")):

@@ -6,20 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from published.experiments.pipedream_plans import compared
+from published.experiments.pipedream_plans import plans
 from published.measures import profile_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "replicas.md"
 
 
 def test_the_page_has_all_published_plans_and_those_that_are_chosen_here():
-    plans = [*compared()]
     rows = []
-    for of in plans:
-        predicted = f"{of.predicted:.2f}, {of.bound}", of.chosen, f"{of.best:.2f}, {of.best_bound}"
-        rows.append([of.model, of.machines, of.published, f"{of.speedup:.2f}", *predicted])
+    for of in (chosen := plans()):
+        predicted = (
+            f"{of['predicted']:.2f}, {of['bound']}",
+            of["chosen"],
+            f"{of['best']:.2f}, {of['best_bound']}",
+        )
+        rows.append([of["model"], of["machines"], of["published"], f"{of['speedup']:.2f}", *predicted])
     assert "".join(f"| {' | '.join(cells)} |\n" for cells in rows) in PAGE.read_text()
-    assert [of.chosen for of in plans[:5]] == ["15-1", "15-1", "15-1", "14-2", "16"]
+    assert [of["chosen"] for of in chosen[:5]] == ["15-1", "15-1", "15-1", "14-2", "16"]
 
 
 def test_a_profile_is_read_at_other_samples():

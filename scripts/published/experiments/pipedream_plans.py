@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipetrain.plan.costs import Table
 from pipetrain.plan.replica_choice import joined
@@ -40,64 +40,54 @@ def steps(quick: bool) -> dict[str, Step]:
 
 
 def plans() -> list[dict[str, Any]]:
-    """Return the published plans, and those that are chosen here from the same profiles."""
-    return [of._asdict() for of in compared()]
+    """Return the published plans, and those that are chosen here from the same profiles.
 
-
-class Comparison(NamedTuple):
-    """A published plan beside the one chosen here. Plans as `15-1`; speeds in those of data parallelism."""
-
-    model: str
-    machines: str
-    published: str
-    speedup: float  # as published
-    predicted: float  # of the published plan, with its best cuts
-    bound: str
-    chosen: str
-    best: float  # predicted of the chosen plan
-    best_bound: str
-
-
-def compared() -> Iterator[Comparison]:
-    """Give all published plans, with what is predicted of them and of those chosen here."""
+    Plans as `15-1`; speeds in those of data parallelism: `speedup` as published, `predicted` of the published
+    plan with its best cuts, `best` of the chosen one.
+    """
+    rows = []
     for model, scale, machines, replicas, speedup in PLANS:
         read = profile_of(model, scale)
         planner = Planner(LayerSums.from_table(Table(read.layers, read.data, read.profile)), machines)
-        parallel = planner.priced([(0, machines.ranks)])
+        parallel_s = planner.priced([(0, machines.ranks)]).seconds
         plan, chosen = planner.best(replicas), planner.best()
         assert plan is not None  # there are without a memory_limit
         assert chosen is not None
-        yield Comparison(
-            model,
-            f"{machines.ranks // machines.per_machine} x {machines.per_machine}",
-            joined(plan.replicas),
-            speedup,
-            parallel.seconds / plan.seconds,
-            plan.bound,
-            joined(chosen.replicas),
-            parallel.seconds / chosen.seconds,
-            chosen.bound,
+        rows.append(
+            {
+                "model": model,
+                "machines": f"{machines.ranks // machines.per_machine} x {machines.per_machine}",
+                "published": joined(plan.replicas),
+                "speedup": speedup,
+                "predicted": parallel_s / plan.seconds,
+                "bound": plan.bound,
+                "chosen": joined(chosen.replicas),
+                "best": parallel_s / chosen.seconds,
+                "best_bound": chosen.bound,
+            }
         )
+    return rows
 
 
 def show(results: Results) -> Iterator[Finding]:
     """Hold plans and speed-ups against the published ones."""
-    rows = [Comparison(**values) for values in results["plans"]]
-    names = [f"{of.model} on {of.machines}" for of in rows]
-    for what, of in zip(names, rows, strict=True):
-        near = abs(of.predicted / of.speedup - 1) <= NEAR
-        yield Check(f"{what}: plan", of.published, of.chosen, of.chosen == of.published)
-        says = f"{of.predicted:.2f}, bound by {of.bound}"
-        yield Check(f"{what}: speed-up", f"{of.speedup:.2f}", says, near)
-    theirs, same, best = (
-        {what: getattr(of, name) for what, of in zip(names, rows, strict=True)}
-        for name in ("speedup", "predicted", "best")
+    rows = {f"{row['model']} on {row['machines']}": row for row in results["plans"]}
+    for what, row in rows.items():
+        theirs, here = row["speedup"], row["predicted"]
+        yield Check(f"{what}: plan", row["published"], row["chosen"], row["chosen"] == row["published"])
+        says, near = f"{here:.2f}, bound by {row['bound']}", abs(here / theirs - 1) <= NEAR
+        yield Check(f"{what}: speed-up", f"{theirs:.2f}", says, near)
+    published, same, best = (
+        {what: row[key] for what, row in rows.items()} for key in ("speedup", "predicted", "best")
     )
-    yield Series("the same plan", "speed-up", "", same, How.PLANNED, "x", theirs)
+    yield Series("the same plan", "speed-up", "", same, How.PLANNED, "x", published)
     yield Series("the plan chosen here", "speed-up", "", best, How.PLANNED, "x")
     lines = [
-        Line("published", How.PUBLISHED, {n: of.speedup for n, of in enumerate(rows, 1)}),
-        Line("of the same plan", How.PLANNED, {n: of.predicted for n, of in enumerate(rows, 1)}),
-        Line("16 ranks", How.BOUND, {n: 16 for n, _ in enumerate(rows, 1)}),
+        Line(name, how, dict(enumerate(values, 1)))
+        for name, how, values in (
+            ("published", How.PUBLISHED, published.values()),
+            ("of the same plan", How.PLANNED, same.values()),
+            ("16 ranks", How.BOUND, [16] * len(rows)),
+        )
     ]
     yield Chart("Speed-up over data parallelism", "row of the table", "x data parallel", lines, "y")

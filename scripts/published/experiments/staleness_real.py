@@ -16,52 +16,39 @@ DIGITS = ["data=digits", "model=vgg16", "model.width=16", "epochs=4", "batch_siz
 CIFAR = ["data=cifar10", "data.root=${oc.env:CIFAR10,data}", "data.fallback=null", "model=resnet18"]
 CIFAR += ["model.width=8", "epochs=4", "batch_size=64", "data.train_limit=10000"]
 RECIPE = ["threads=1", "device=cpu", "lr_schedule=cosine", "warmup=0.05"]
-SGD, MUON = ["optim=sgd", "optim.lr=0.02"], ["optim=muon", "optim.lr=0.01"]
+SGD, MUON, PIPE = ["optim=sgd", "optim.lr=0.02"], ["optim=muon", "optim.lr=0.01"], "schedule=pipedream_2bw"
 EIGHT = ["microbatches=8"]
 METHODS = {
     "SGD, 1f1b": [*SGD, *EIGHT, "schedule=1f1b"],
     "SGD, pipedream": [*SGD, "schedule=pipedream", "microbatches=1"],
     "Muon, 1f1b": [*MUON, *EIGHT, "schedule=1f1b"],
-    "Muon, pipedream_2bw": [*MUON, *EIGHT, "schedule=pipedream_2bw"],
+    "Muon, pipedream_2bw": [*MUON, *EIGHT, PIPE],
+    "SGD, pipedream_2bw, gap_aware+msnag": [*SGD, *EIGHT, PIPE, "correction=[gap_aware,msnag]"],
+    "SGD, pipedream_2bw, hybrid+gap_aware+msnag": [*SGD, *EIGHT, PIPE, "correction=[hybrid,gap_aware,msnag]"],
+    "Muon, pipedream_2bw, msnag": [*MUON, *EIGHT, PIPE, "correction=msnag"],
+    "Muon, pipedream_2bw, hybrid+spectrain": [*MUON, *EIGHT, PIPE, "correction=[hybrid,spectrain]"],
 }
-CURED = (
-    ("SGD", "gap_aware,msnag"),
-    ("SGD", "hybrid,gap_aware,msnag"),
-    ("Muon", "msnag"),
-    ("Muon", "hybrid,spectrain"),
-)
-for optimizer, names in CURED:
-    correction = f"[{names}]" if "," in names else names
-    METHODS[f"{optimizer}, pipedream_2bw, {names.replace(',', '+')}"] = [
-        *METHODS[f"{optimizer}, 1f1b"][:-1],
-        "schedule=pipedream_2bw",
-        f"correction={correction}",
-    ]
 ON_CIFAR = ("Muon, 1f1b", "Muon, pipedream_2bw, msnag", "Muon, pipedream_2bw, hybrid+spectrain")
+TASKS = [("digits", DIGITS, METHODS), ("CIFAR-10", CIFAR, ON_CIFAR)]
+TINY = ["data=digits", "model=mlp", "data.train_limit=128", "data.test_limit=64", "epochs=1"]
 
 
 def steps(quick: bool) -> dict[str, Step]:
     """Train by each method, seed by seed; of two seeds all methods come before the third."""
-    if quick:
-        words = [
-            "data=digits",
-            "model=mlp",
-            *RECIPE,
-            "data.train_limit=128",
-            "data.test_limit=64",
-            "epochs=1",
-        ]
-        return {f"digits: {ON_CIFAR[1]}: 0": _step([*words, *METHODS[ON_CIFAR[1]]], 0, 1)}
+    tasks = [("digits", TINY, ON_CIFAR[1:2])] if quick else TASKS
     return {
-        f"{data}: {name}: {seed}": _step([*words, *RECIPE, *METHODS[name]], seed, RANKS)
-        for data, words, names in (("digits", DIGITS, METHODS), ("CIFAR-10", CIFAR, ON_CIFAR))
-        for seed in SEEDS
+        f"{data}: {name}: {seed}": Step(
+            ended,
+            {
+                "overrides": [*words, *RECIPE, *METHODS[name]],
+                "seed": seed,
+                "nproc": 1 if quick else RANKS,
+            },
+        )
+        for data, words, names in tasks
+        for seed in SEEDS[: 1 if quick else None]
         for name in names
     }
-
-
-def _step(overrides: list[str], seed: int, nproc: int) -> Step:
-    return Step(ended, {"overrides": overrides, "seed": seed, "nproc": nproc})
 
 
 def ended(overrides: list[str], seed: int, nproc: int) -> dict[str, Any]:

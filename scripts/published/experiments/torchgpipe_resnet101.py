@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,38 +15,42 @@ from pipetrain.models.vision import Residual
 from published.measures import Race, estimate, predicted, profiled
 from published.record import Chart, Check, Finding, How, Line, Results, Series, Step
 from published.torchgpipe_race import (
+    AGAIN,
     PLAIN,
-    THEIRS,
+    Row,
     bound,
+    bound_line,
     forwards_chart,
     held_against,
+    pairs,
     race_torchgpipe,
     scaled,
     sized,
+    speedup,
     under,
 )
 
 WORDS = [f"model._target_={__name__}.flat_resnet101", "model.num_classes=1000"]
 FULL = {"overrides": WORDS, "side": 224, "layers": 370, "most": 8}  # partitions that are planned, at most
 TINY = {"overrides": ["model=mlp", "model.width=4"], "side": 32, "layers": 6, "most": 2}
-AGAIN = "recompute=always"
 SAMPLES, M, BASE = 2, 4, 59  # of a microbatch; microbatches that are run; those of the record's one process
 LAYERS, PARAMETERS = 370, 44_549_160
 RECORD_OF = {  # by partitions: microbatches, layers of each, and the speed-up
     "0.0.7": {
-        1: (BASE, [370], 0.853),
-        2: (1667, [135, 235], 1.414),
-        4: (256, [44, 92, 124, 110], 2.774),
-        8: (150, [26, 22, 33, 44, 44, 66, 66, 69], 4.294),
+        1: Row(BASE, [370], 0.853),
+        2: Row(1667, [135, 235], 1.414),
+        4: Row(256, [44, 92, 124, 110], 2.774),
+        8: Row(150, [26, 22, 33, 44, 44, 66, 66, 69], 4.294),
     },
     "0.0.3": {
-        1: (BASE, [370], 0.756),
-        2: (256, [140, 230], 1.489),
-        4: (256, [47, 96, 118, 109], 2.629),
-        8: (64, [26, 22, 33, 44, 44, 66, 66, 69], 4.367),
+        1: Row(BASE, [370], 0.756),
+        2: Row(256, [140, 230], 1.489),
+        4: Row(256, [47, 96, 118, 109], 2.629),
+        8: Row(64, [26, 22, 33, 44, 44, 66, 66, 69], 4.367),
     },
 }
 NEW, *_ = RECORD_OF
+RANKS = 1, 2  # that are run
 NEAR, LEAST, MOST = 0.05, 0.70, 0.80
 NAIVE, WHOLE = "naive-1", "naive-1, one batch"
 
@@ -101,16 +106,11 @@ def profile(**size: Any) -> dict[str, Any]:
 
 def run(rounds: int, overrides: list[str], side: int, layers: int, **_: Any) -> dict[str, Any]:
     """Race a plain loop, and pipelines of 1 and 2 partitions, ours and torchgpipe's."""
-    entrants: dict[str, tuple[Any, ...]] = {
+    entrants = {
         WHOLE: (PLAIN, [layers], "microbatches=1"),
         NAIVE: (PLAIN, [layers]),
+        **pairs(RECORD_OF[NEW], RANKS, layers, AGAIN),
     }
-    for ranks in (1, 2):
-        balance = scaled(RECORD_OF[NEW][ranks][1], layers)
-        entrants |= {
-            f"pipeline-{ranks}": ("gpipe", balance, AGAIN),
-            f"torchgpipe-{ranks}": (THEIRS, balance, AGAIN),
-        }
     words = [*overrides, f"batch_size={M * SAMPLES}", f"microbatches={M}"]
     return race_torchgpipe(words, entrants, rounds, [3, side, side])
 
@@ -120,37 +120,31 @@ def show(results: Results) -> Iterator[Finding]:
     of, race = results["profile"], Race(results["race"])
     example, words, layers = [3, of["side"], of["side"]], of["overrides"], of["layers"]
     estimated = estimate(words, SAMPLES, example)
+    plan = partial(predicted, microbatch=SAMPLES, example=example, profile=of["profile"], layers=estimated)
 
-    def plan(balance: list[int], m: int, *more: str) -> dict[str, Any]:
-        known = SAMPLES, example, of["profile"]
-        return predicted([*words, *more], scaled(balance, layers), m, *known, layers=estimated)
+    def seconds(balance: Sequence[int], m: int) -> float:
+        return float(plan([*words, AGAIN], scaled(balance, layers), m)["seconds"])
 
-    base = plan([layers], BASE)
+    base = plan(words, [layers], BASE)
     yield sized(base, LAYERS, PARAMETERS)
     naive_s, lines = base["seconds"] / BASE, list[Line]()
     for version, rows in RECORD_OF.items():
-        taken = {n: (m, balance) for n, (m, balance, _) in rows.items() if n <= of["most"]}
-        gains = {n: m * naive_s / plan(balance, m, AGAIN)["seconds"] for n, (m, balance) in taken.items()}
-        bounds = {n: bound(n, m) for n, (m, _) in taken.items()}
-        theirs = {n: row[2] for n, row in rows.items()}
-        series = Series(
-            f"at {version}'s cuts", "speed-up", "K", gains, How.PLANNED, "x naive-1", theirs, bounds
-        )
+        planned = {n: row for n, row in rows.items() if n <= of["most"]}
+        gains = {n: m * naive_s / seconds(balance, m) for n, (m, balance, _) in planned.items()}
+        series = speedup(f"at {version}'s cuts", "speed-up", rows, gains)
         yield series
-        yield from (
-            under(f"{version}, pipeline-{n}, m = {taken[n][0]}", gain, bounds[n])
-            for n, gain in gains.items()
-            if n > 1
-        )
+        for n, gain in gains.items():
+            if n > 1:
+                what = f"{version}, pipeline-{n}, m = {rows[n].microbatches}"
+                yield under(what, gain, series.bound[n])
         lines += [series.theirs(f"torchgpipe {version}"), *[series.line()] * (version == NEW)]
-    one_s, ranks = plan([layers], M)["seconds"], (1, 2)
-    names = {n: f"pipeline-{n}" for n in ranks}
-    gains_of = {n: race.ratios(name, NAIVE) for n, name in names.items()}
-    bounds = {n: bound(n, M) for n in ranks}
-    measured = Series.measured(f"m = {M}", "speed-up", "K", gains_of, unit="x naive-1", bound=bounds)
-    foreseen = {n: one_s / plan(RECORD_OF[NEW][n][1], M, AGAIN)["seconds"] for n in ranks}
+    one_s = plan(words, [layers], M)["seconds"]
+    ratios = {n: race.ratios(f"pipeline-{n}", NAIVE) for n in RANKS}
+    unit, bounds = "x naive-1", {n: bound(n, M) for n in RANKS}
+    measured = Series.measured(f"m = {M}", "speed-up", "K", ratios, unit=unit, bound=bounds)
+    foreseen = {n: one_s / seconds(RECORD_OF[NEW][n].balance, M) for n in RANKS}
     yield measured
-    yield Series(f"m = {M}", "speed-up", "K", foreseen, How.PLANNED, "x naive-1", bound=bounds)
+    yield Series(f"m = {M}", "speed-up", "K", foreseen, How.PLANNED, unit, bound=bounds)
     for n, gain in measured.here.items():
         what, close = f"pipeline-{n}, m = {M}", abs(gain / foreseen[n] - 1) <= NEAR
         yield Check(f"{what}: run as planned", f"{foreseen[n]:.3f} planned", f"{gain:.3f}", close)
@@ -158,10 +152,8 @@ def show(results: Results) -> Iterator[Finding]:
     one, (least, most) = measured.here[1], measured.spread[1]
     here, good = f"{one:.3f}, {least:.3f} to {most:.3f}", LEAST <= one <= MOST and most < 1
     yield Check("pipeline-1, of naive-1", ".75: .70 to .80, never above 1", here, good)
-    yield Series.measured("", WHOLE, "", {"speed": race.ratios(WHOLE, NAIVE)}, unit="x naive-1")
-    yield from held_against(race, {name: f"torchgpipe-{n}" for n, name in names.items()})
-    lines.append(measured.line(f"run, m = {M}"))
-    bounds = {n: bound(n, m) for n, (m, *_) in RECORD_OF[NEW].items()}
-    lines.append(Line("c K m / (m + K - 1)", How.BOUND, bounds))
-    yield Chart("Speed-up of ResNet-101", "partitions K", "x naive-1", lines, "x")
-    yield forwards_chart(race)
+    yield Series.measured("", WHOLE, "", {"speed": race.ratios(WHOLE, NAIVE)}, unit=unit)
+    yield from held_against(race, {f"pipeline-{n}": f"torchgpipe-{n}" for n in RANKS})
+    lines += [measured.line(f"run, m = {M}"), bound_line(RECORD_OF[NEW])]
+    yield Chart("Speed-up of ResNet-101", "partitions K", unit, lines, "x")
+    yield forwards_chart(race, RANKS)

@@ -13,15 +13,18 @@ from pipetrain.model.chain import Pop, Stash
 from pipetrain.models.layers import NormalConvolution, before_relu
 from pipetrain.models.unet import Concatenate
 from published.measures import Race, estimate, predicted, profiled
-from published.record import Chart, Check, Finding, How, Line, Results, Series, Step
+from published.record import Chart, Check, Finding, How, Results, Series, Step
 from published.torchgpipe_race import (
-    THEIRS,
-    bound,
+    AGAIN,
+    Row,
+    bound_line,
     forwards_chart,
     held_against,
+    pairs,
     race_torchgpipe,
     scaled,
     sized,
+    speedup,
     under,
 )
 
@@ -34,14 +37,13 @@ SHAPES = ["data=shapes", "+data.source.train=8", "+data.source.test=8"]
 FULL = {"narrow": ["model.width=16"], "side": 192, "trained": 96, "layers": 241, "partitions": [1, 2, 4]}
 SMALL = ["model.depth=1", "model.convolutions=1", "model.width=4"]
 TINY = {"narrow": SMALL, "side": 16, "trained": 16, "layers": 17, "partitions": [1, 2]}
-AGAIN = "recompute=always"
 M, BATCH, BASE, IMAGES = 4, 8, 40, 16  # BASE: microbatches of one process; IMAGES: of one, where planned
 LAYERS, PARAMETERS = 241, 232_687_328
 RECORD_OF = {  # by partitions: microbatches, layers of each, and the speed-up
-    1: (BASE, [241], 0.858),
-    2: (32, [104, 137], 1.246),
-    4: (16, [30, 66, 84, 61], 2.352),
-    8: (40, [16, 27, 31, 44, 22, 57, 27, 17], 3.105),
+    1: Row(BASE, [241], 0.858),
+    2: Row(32, [104, 137], 1.246),
+    4: Row(16, [30, 66, 84, 61], 2.352),
+    8: Row(40, [16, 27, 31, 44, 22, 57, 27, 17], 3.105),
 }
 SAME = 1e-5  # of a loss
 
@@ -108,9 +110,13 @@ def planned(
     example = [3, side, side]
     estimated = estimate(words, images, example) if profile else None
     plan = partial(predicted, microbatch=images, example=example, profile=profile, layers=estimated)
-    plans = {"naive": plan(words, [layers], BASE)}
-    rows = {str(n): (m, scaled(balance, layers)) for n, (m, balance, _) in RECORD_OF.items()}
-    return plans | {n: plan([*words, AGAIN], balance, m) for n, (m, balance) in rows.items()}
+    return {
+        "naive": plan(words, [layers], BASE),
+        **{
+            str(n): plan([*words, AGAIN], scaled(balance, layers), m)
+            for n, (m, balance, _) in RECORD_OF.items()
+        },
+    }
 
 
 def profile(words: list[str], layers: int, side: int) -> dict[str, Any]:
@@ -121,54 +127,43 @@ def profile(words: list[str], layers: int, side: int) -> dict[str, Any]:
 
 def run(rounds: int, narrow: list[str], trained: int, layers: int, partitions: list[int], **_: Any) -> Any:
     """Race pipelines, ours and torchgpipe's."""
-    entrants: dict[str, tuple[Any, ...]] = {}
-    for ranks in partitions:
-        balance = scaled(RECORD_OF[ranks][1], layers)
-        entrants |= {
-            f"pipeline-{ranks}": ("gpipe", balance),
-            f"torchgpipe-{ranks}": (THEIRS, balance),
-        }
     words = [*MASKS, *narrow, *SHAPES, f"data.size={trained}", AGAIN, f"batch_size={BATCH}"]
+    entrants = pairs(RECORD_OF, partitions, layers)
     return race_torchgpipe([*words, f"microbatches={M}"], entrants, rounds)
 
 
-def speedups(plans: Any) -> dict[int, float]:
+def gains_of(by: str, plans: Any) -> Series:
     """Return how many times as fast as one process each number of partitions is."""
     naive_s = plans["naive"]["seconds"] / BASE
-    return {n: m * naive_s / plans[str(n)]["seconds"] for n, (m, *_) in RECORD_OF.items()}
+    gains = {n: row.microbatches * naive_s / plans[str(n)]["seconds"] for n, row in RECORD_OF.items()}
+    return speedup("", f"speed-up {by}", RECORD_OF, gains)
 
 
 def show(results: Results) -> Iterator[Finding]:
     """Hold speed-ups, losses and bytes of skips against what must come back."""
     paper, race = results["paper"], Race(results["race"])
     yield sized(paper["naive"], LAYERS, PARAMETERS)
-    published = {n: row[2] for n, row in RECORD_OF.items()}
-    bounds = {n: bound(n, m) for n, (m, *_) in RECORD_OF.items()}
-    planned_by = {"by work": paper, "by times of a narrow one": planned(**results["profile"], images=1)}
-    known = How.PLANNED, "x naive-1", published, bounds
-    gains = {
-        by: Series("", f"speed-up {by}", "K", speedups(plans), *known) for by, plans in planned_by.items()
-    }
+    plans = {"by work": paper, "by times of a narrow one": planned(**results["profile"], images=1)}
+    gains = {by: gains_of(by, of) for by, of in plans.items()}
     yield from gains.values()
-    for n, (m, *_) in RECORD_OF.items():
-        yield from (
-            under(f"pipeline-{n}, m = {m}, {by}", of.here[n], bounds[n]) for by, of in gains.items() if n > 1
-        )
+    for n, row in RECORD_OF.items():
+        for by, series in gains.items():
+            if n > 1:
+                what = f"pipeline-{n}, m = {row.microbatches}, {by}"
+                yield under(what, series.here[n], series.bound[n])
     ranks = [n for n in RECORD_OF if f"pipeline-{n}" in race.of]
     losses = [race.of[f"pipeline-{n}"]["losses"][0] for n in ranks]
     stages, says = f"on {', '.join(map(str, ranks))} stages", f"{min(losses):.7f} to {max(losses):.7f}"
     yield Check("equal losses", stages, says, max(losses) - min(losses) <= SAME * max(losses))
-    routes = [(source, target, nbytes / 2**20) for source, target, nbytes in paper["8"]["routes"]]
-    skips = [(target - source, mib) for source, target, mib in routes if target > source + 1]
-    straight, through = sum(mib for _, mib in skips), sum(crossed * mib for crossed, mib in skips)
-    unit = f"MiB, {IMAGES} images"
-    yield Series(
-        "", "skips, 8 stages", "", {"by routes": straight, "through every stage": through}, How.PLANNED, unit
-    )
+    routes = [(target - source, nbytes / 2**20) for source, target, nbytes in paper["8"]["routes"]]
+    straight = sum(mib for crossed, mib in routes if crossed > 1)
+    through, unit = sum(crossed * mib for crossed, mib in routes if crossed > 1), f"MiB, {IMAGES} images"
+    skips = {"by routes": straight, "through every stage": through}
+    yield Series("", "skips, 8 stages", "", skips, How.PLANNED, unit)
     says = f"{straight:.4g} of {through:.4g} {unit}"
     yield Check("skips by routes", "fewer bytes", says, straight < through)
     yield from held_against(race, {f"pipeline-{n}": f"torchgpipe-{n}" for n in ranks})
-    lines = [Line("torchgpipe 0.0.7", How.PUBLISHED, published), *(of.line(by) for by, of in gains.items())]
-    lines.append(Line("c K m / (m + K - 1)", How.BOUND, bounds))
+    lines = [gains["by work"].theirs("torchgpipe 0.0.7"), *(of.line(by) for by, of in gains.items())]
+    lines.append(bound_line(RECORD_OF))
     yield Chart("Speed-up of the U-Net, at the record's cuts", "partitions K", "x naive-1", lines, "x")
     yield forwards_chart(race, ranks)

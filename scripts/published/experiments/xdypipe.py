@@ -69,8 +69,10 @@ def show(results: Results) -> Iterator[Finding]:
             runs.setdefault(model, {}).setdefault(method, []).append(result)
     lines = list[Line]()
     for model, of in runs.items():
-        yield from timed(model, of)
-        lines += drawn(speeds_of(model, of))
+        speed = speeds_of(model, of)
+        yield from timed(model, of, speed)
+        for how, by_method in ((How.RUN, speed.here), (How.PUBLISHED, speed.published)):
+            lines.append(Line(model, how, {METHODS.index(name) + 1: x for name, x in by_method.items()}))
     yield from studied(results["study"])
     names = ", ".join(f"{n} {method}" for n, method in enumerate(METHODS, 1))
     yield Chart("Speed by method", names, TIMES, lines)
@@ -78,8 +80,8 @@ def show(results: Results) -> Iterator[Finding]:
 
 def published(model: str, n: int) -> dict[str, float]:
     """Return the published numbers of a kind, by method."""
-    known = {method: PUBLISHED[model, method][n] for method in METHODS if (model, method) in PUBLISHED}
-    return {method: of for method, of in known.items() if of is not None}
+    rows = {method: PUBLISHED[model, method] for method in METHODS if (model, method) in PUBLISHED}
+    return {method: number for method, row in rows.items() if (number := row[n]) is not None}
 
 
 def seconds_of(runs: Runs) -> dict[str, list[float]]:
@@ -89,21 +91,20 @@ def seconds_of(runs: Runs) -> dict[str, list[float]]:
 
 def speeds_of(model: str, runs: Runs) -> Series:
     """Return how many times as fast as layer_dist each method is, and was as published."""
-    seconds = seconds_of(runs)
+    seconds, theirs = seconds_of(runs), published(model, 2)
     speeds = {
         name: [first / own for first, own in zip(seconds[FIRST], of, strict=True)]
         for name, of in seconds.items()
     }
-    theirs = published(model, 2)
     faster = {name: theirs[FIRST] / of for name, of in theirs.items()}
     return Series.measured(model, "speed", "", speeds, unit=TIMES, published=faster)
 
 
-def timed(model: str, runs: Runs) -> Iterator[Finding]:
+def timed(model: str, runs: Runs, speed: Series) -> Iterator[Finding]:
     """Hold the methods' times against layer_dist's, and layer_dist against one process."""
     off = abs(runs[FIRST][0]["val_loss"] / runs[ONE][0]["val_loss"] - 1)
     yield Check(f"{model}: {FIRST} is one process", "equal", f"loss off by {off:.1g}", off <= NEAR)
-    seconds, speed = seconds_of(runs), speeds_of(model, runs)
+    seconds = seconds_of(runs)
     yield Series.measured(model, "an epoch", "", seconds, fmean, unit="s", published=published(model, 2))
     yield speed
     for name in ("pipedream", "fbp"):
@@ -111,12 +112,6 @@ def timed(model: str, runs: Runs) -> Iterator[Finding]:
             says = f"{speed.published[name]:.2f}" if name in speed.published else "not reported"
             here = speed.here[name]
             yield Check(f"{model}, {name}: at least {FAST} {TIMES}", says, f"{here:.2f}", here >= FAST)
-
-
-def drawn(speeds: Series) -> list[Line]:
-    """Return the lines of a model's speeds, by the methods' numbers."""
-    both = ((How.RUN, speeds.here), (How.PUBLISHED, speeds.published))
-    return [Line(speeds.of, how, {METHODS.index(name) + 1: y for name, y in of.items()}) for how, of in both]
 
 
 def studied(rows: Sequence[dict[str, Any]]) -> Iterator[Finding]:
