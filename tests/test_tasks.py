@@ -215,8 +215,9 @@ def test_too_few_classes_are_refused():
         (Segmentation(), spec(9, 2, 2), pixels),
     ):
         assert refused(task, outputs, wanted, 10) == (
-            f"the model gives {outputs} (layer head), scores of 9 classes, and the data set has 10: give "
-            f"the last layer at least 10 outputs"
+            f"the targets have a label 9, and the model gives {outputs} (layer head), scores of 9 classes, 0 "
+            f"to 8: number the classes from 0, give the last layer more outputs, or let the loss ignore it, "
+            f"by ignore_index="
         )
 
 
@@ -236,9 +237,8 @@ def test_a_label_that_is_no_class_is_refused_by_its_number(task, label):
 )
 def test_a_loss_whose_parts_do_not_make_up_the_whole_is_refused(loss, outputs, targets):
     said = refused(Task(loss), outputs, targets)
-    assert said.startswith(
-        "of 7 samples and made-up outputs the loss as one batch and in microbatches differ by "
-    )
+    assert said.startswith("of 7 samples and made-up outputs the loss differs by ")
+    assert ", between the batch and its microbatches: a layer or the loss looks at several samples" in said
     assert said.endswith("a function of the targets that says what they count for; or set microbatches=1")
     try_task(Task(loss), outputs, "head", targets, None, microbatches=1)
 
@@ -262,7 +262,7 @@ def masked(outputs: Value, targets: Value) -> Tensor:
 def test_a_mask_of_which_each_half_of_the_batch_has_as_much_is_seen():
     mask = torch.tensor([3.0, 1, 2, 0, 0, 2, 1, 3])
     said = refused(Task(masked), spec(2), (randn(8, 2), mask))
-    assert "of 8 samples and made-up outputs the loss as one batch and in microbatches differ by" in said
+    assert "of 8 samples and made-up outputs the loss differs by" in said
     try_task(
         Task(masked, weight=lambda targets: targets[1].sum()), spec(2), "head", (randn(8, 2), mask), None
     )

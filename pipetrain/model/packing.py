@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pipetrain.model.specs import name_of
-from pipetrain.model.trial_tensors import laid_out, layout_of
 
 _LISTS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "deque": deque, "Size": tuple}
+ALIGNED = 64  # bytes, to which an allocator of torch aligns
 ABSENT: Any = object()
 """A value stored under the name of another stage's tensor, or an object that does not exist here."""
 
@@ -161,6 +161,26 @@ def unpacked(
         (now.extend if isinstance(now, list | deque) else now.update)(result)
         return now
     return result
+
+
+def layout_of(tensor: Tensor, like: Tensor) -> list[int]:
+    """Return a tensor's strides, and its offset, in numbers, from an aligned address.
+
+    [] if both are those of a new tensor: like `like` if it has the same shape, else contiguous.
+    """
+    if any(stride == 0 < size - 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        return []  # an expanded tensor, which nothing writes to
+    same_shape = like.shape == tensor.shape
+    usual = torch.empty_like(like, device="meta") if same_shape else torch.empty(tensor.shape, device="meta")
+    start = tensor.data_ptr() % ALIGNED // tensor.element_size()
+    return [*tensor.stride(), start] if start or tensor.stride() != usual.stride() else []
+
+
+def laid_out(values: Tensor, layout: Sequence[int]) -> Tensor:
+    """Return a copy of values with the layout of `layout_of`."""
+    *strides, start = layout
+    size = start + 1 + sum(max(n - 1, 0) * stride for n, stride in zip(values.shape, strides, strict=True))
+    return values.new_empty(size).as_strided(values.shape, strides, start).copy_(values)
 
 
 class State(NamedTuple):

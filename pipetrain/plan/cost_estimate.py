@@ -8,9 +8,10 @@ second. A layer that branches on values (`if torch.rand(()) < p`) always needs r
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from pipetrain.model.numerics import Numerics
 from pipetrain.model.random_numbers import RngSnapshot
 from pipetrain.model.specs import Packing, Size, TensorSpec, ValueSpec, differentiable, leaves_of, specs_of
 from pipetrain.model.tensor_access import named_tensors, names_by_id, places, standing_in, tensors_in
-from pipetrain.model.trial_tensors import graph_of, made_up_samples, quiet, storage_of
+from pipetrain.model.trial_tensors import graph_of, made_up_samples, storage_of
 from pipetrain.plan.operation_costs import NOTHING, Kept, SavedWatch, Spy
 
 CHEAP = 2.5e9  # most multiplications of a cheap layer, about a tenth of a second
@@ -365,3 +366,14 @@ def _reached(output: Tensor, leaves: Sequence[Tensor]) -> tuple[bool, ...]:
 def fake_mode() -> FakeTensorMode:
     """Return the mode under which tensors have no data."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress torch's traceback of an error that is reported otherwise."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled

@@ -6,7 +6,6 @@ wrong weights even where the losses of the pieces are alike.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import pairwise
@@ -17,20 +16,17 @@ from torch import Tensor, nn
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.model.network import Network
 from pipetrain.model.random_numbers import RngSnapshot, SameDraws
+from pipetrain.model.results import LOSS, Results, add_gradients, difference
 from pipetrain.model.specs import Value, ValueSpec, as_tuple, differentiable, leaves_of, on_each, specs_of
-from pipetrain.tasks.metrics import Metric
 from pipetrain.tasks.running_sums import Tally
 from pipetrain.tasks.task import IGNORED, ModelLoss, Task, WeightFunction, counted_for
 
 MOST_TRIED = 2**25  # numbers in the made outputs of a trial
-LOSS = "the loss"
-FLOAT32 = torch.finfo(torch.float32).eps
 APART = (
     "a layer or the loss looks at several samples at once, as x - x.mean(0), a term over the batch or "
     "scale_grad_by_freq=True does, or the loss is no mean over what counts. Let each sample count for "
     "itself, and give weight=, a function of the targets that says what they count for; or set microbatches=1"
 )
-
 CHANGES = (
     "the loss is another one when it is computed again of the same samples, as one does that counts its "
     "calls, and here it is computed for each microbatch. Let the program set between two batches what shall "
@@ -56,50 +52,42 @@ def try_task(
     `after_forward`: whether the loss has taken outputs of a forward, of which it may read more than these.
     """
     given, wanted = _made_up(outputs, targets)
-    known = task.classes_of(outputs)
-    if classes is not None and known is not None and known < classes:
-        raise ConfigError(
-            f"the model gives {outputs} (layer {layer}), scores of {known} classes, and the data set has "
-            f"{classes}: give the last layer at least {classes} outputs"
-        )
-    if known is not None and (label := task.label_beyond(known, wanted)) is not None:
-        raise ConfigError(
-            f"the targets have a label {label}, and the model gives {outputs} (layer {layer}), scores of "
-            f"{known} classes, 0 to {known - 1}: number the classes from 0, give the last layer more "
-            f"outputs, or let the loss ignore it, by ignore_index="
-        )
+    if (scored := task.classes_of(outputs)) is not None:
+        highest = classes - 1 if classes is not None and classes > scored else None
+        if (label := task.label_beyond(scored, wanted) if highest is None else highest) is not None:
+            raise ConfigError(
+                f"the targets have a label {label}, and the model gives {outputs} (layer {layer}), scores of "
+                f"{scored} classes, 0 to {scored - 1}: number the classes from 0, give the last layer more "
+                f"outputs, or let the loss ignore it, by ignore_index="
+            )
     of = " + ".join(map(str, specs_of(as_tuple(wanted))))
     where = f"task {task} cannot take the model's {outputs} (layer {layer}) with targets {of}"
-    with _said_of(where):
+    with _failing(where):
         if isinstance(task, ModelLoss):
             task.loss(given, wanted)
         else:
-            _prove_loss(task, given, wanted, microbatches, after_forward)
+            _try_loss(task, given, wanted, microbatches, after_forward)
     names = ["loss", *(metric.name for metric in task.metrics)]
     for number, metric in enumerate(task.metrics, 1):
-        with _said_of(f"metric {metric.name} of {where}"):
+        with _failing(f"metric {metric.name} of {where}"):
             if metric.name in names[:number]:
                 raise ValueError(f"two values are named {metric.name}: give them different names")
-            sums = metric.sums(given, wanted)
-            Task(metrics=[metric]).values(Tally(1.0, 1.0, 1, {metric.name: sums.tolist()}))
-            _prove_metric(metric, given, wanted, sums.double())
-
-
-def _prove_metric(metric: Metric, given: Value, wanted: Value, whole: Tensor) -> None:
-    """Refuse a metric whose sums over parts of the samples are not those over all. Raises ConfigError."""
-    n = len(as_tuple(wanted)[0])
-    bounds = sorted({0, max(1, n // 3), n})
-    parts = [metric.sums(part_of(given, *ends), part_of(wanted, *ends)) for ends in pairwise(bounds)]
-    if not torch.allclose(whole, sum(parts, torch.zeros_like(whole)), rtol=1e-3, atol=1e-6, equal_nan=True):
-        raise ConfigError(
-            f"metric {metric.name} of {n} samples is not what those of its parts add up to: a function must "
-            f"return a mean over samples; for another figure, such as F1, give a pipetrain.Metric, whose "
-            f"sums() add up and whose value() is computed of them"
-        )
+            whole = metric.sums(given, wanted)
+            Task(metrics=[metric]).values(Tally(1.0, 1.0, 1, {metric.name: whole.tolist()}))
+            n = len(as_tuple(wanted)[0])
+            bounds = pairwise(sorted({0, max(1, n // 3), n}))
+            parts = [metric.sums(part_of(given, *ends), part_of(wanted, *ends)) for ends in bounds]
+            added = sum(parts, torch.zeros_like(whole, dtype=torch.float64))
+            if not torch.allclose(whole.double(), added, rtol=1e-3, atol=1e-6, equal_nan=True):
+                raise ConfigError(
+                    f"metric {metric.name} of {n} samples is not what those of its parts add up to: a "
+                    f"function must return a mean over samples; for another figure, such as F1, give a "
+                    f"pipetrain.Metric, whose sums() add up and whose value() is computed of them"
+                )
 
 
 @contextmanager
-def _said_of(where: str) -> Iterator[None]:
+def _failing(where: str) -> Iterator[None]:
     """Say what fails in a trial, where a user's function may raise anything, in one sentence."""
     try:
         yield
@@ -146,10 +134,10 @@ def part_of(value: Value, start: int, end: int) -> Value:
     return on_each(value, lambda t: t[start:end] if t.dim() else t)
 
 
-def _prove_loss(task: Task, given: Value, wanted: Value, microbatches: int, after_forward: bool) -> None:
+def _try_loss(task: Task, given: Value, wanted: Value, microbatches: int, after_forward: bool) -> None:
     """Refuse a loss that is not one number, that has weights, or that is no sum over samples."""
     modules = [module for module in vars(task).values() if isinstance(module, nn.Module)]
-    for name, _ in (one for module in modules for one in module.named_parameters() if one[1].requires_grad):
+    for name in [name for of in modules for name, p in of.named_parameters() if p.requires_grad]:
         raise TypeError(
             f"its loss has a parameter {name}, which no stage would train: put it into a layer, or give it "
             f"requires_grad_(False)"
@@ -175,64 +163,47 @@ def _prove_loss(task: Task, given: Value, wanted: Value, microbatches: int, afte
         raise ConfigError(f"of {n} samples and made-up outputs {differs}")
 
 
-# A batch and its pieces
-
-LossOf = Callable[[int, int], Tensor]
-"""Returns the loss of samples `start` to `end`."""
-_Sums = dict[str, Tensor]
-"""The loss, and gradients by name."""
-
-
 def pieces_differ(
-    loss_of: LossOf, weight_of: WeightFunction, targets: Value, leaves: Mapping[Tensor, str]
+    loss_of: Callable[[int, int], Tensor],
+    weight_of: WeightFunction,
+    targets: Value,
+    leaves: Mapping[Tensor, str],
 ) -> str:
-    """Say by how much a loss or gradient of a batch is not that of its pieces, and why; "" if it is.
+    """Say how a loss or gradient of a batch is not that of its pieces, and why; "" if it is.
 
-    `targets`: of the batch, tensors [n, ...]; `leaves`: the names of the tensors whose gradients count. What
-    Python or NumPy draw cannot be the same in pieces, so nothing is compared then.
+    `loss_of`: of samples from a number to another; `targets`: of the batch, tensors [n, ...]; `leaves`: the
+    names of the tensors whose gradients count. What Python or NumPy draw cannot be the same in pieces, so
+    nothing is compared then.
     """
-    n, rng = len(as_tuple(targets)[0]), RngSnapshot()
+    n, rng, total = len(as_tuple(targets)[0]), RngSnapshot(), counted_for(weight_of, targets)
     draws = SameDraws(n)
 
-    def sums_of(*ends: int) -> _Sums:
-        """Return what pieces of the batch with these ends make together."""
-        total, sums = counted_for(weight_of, targets), _Sums()
-        for start, end in pairwise(ends):
+    def made_by(*bounds: int) -> Results:
+        """Return the loss and the gradients that pieces of the batch make together."""
+        results = Results()
+        for start, end in pairwise(bounds):
             if share := counted_for(weight_of, part_of(targets, start, end)) / total if total else 0.0:
                 with rng.replayed(), draws.for_samples(start, end):
                     loss = share * loss_of(start, end)
-                    grads = torch.autograd.grad(loss, list(leaves), allow_unused=True)
-                    sums[LOSS] = sums.get(LOSS, 0) + loss.detach()
-                    for name, grad in zip(leaves.values(), grads, strict=True):
-                        if grad is not None:
-                            sums[name] = sums.get(name, 0) + grad.to_dense()
+                    results[LOSS] = results.get(LOSS, 0) + loss.detach()
+                    add_gradients(results, [loss], leaves)
                     if rng.drawn():
                         return {}
-        return sums
+        return results
 
-    whole = sums_of(0, n)
-    differs = _difference(whole, sums_of(0, n // 2, n))
-    if not differs:
+    def differs(*bounds: int) -> str:
+        pieces = made_by(*bounds)
+        if not pieces or not all(t.isfinite().all() for of in (whole, pieces) for t in of.values()):
+            return ""
+        unused = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+        return difference(whole, unused | pieces)
+
+    whole = made_by(0, n)
+    found = differs(0, n // 2, n)
+    if not found:
         with suppress(Exception):  # a loss of pairs takes no odd number
-            differs = _difference(whole, sums_of(0, max(1, n // 3), n))  # where halves count for as much
-    return differs and f"{differs}: {CHANGES if _difference(whole, sums_of(0, n)) else APART}"
-
-
-def _difference(whole: _Sums, pieces: _Sums) -> str:
-    if not pieces or not all(t.isfinite().all() for sums in (whole, pieces) for t in sums.values()):
-        return ""
-    sizes = {name: float(t.abs().max()) for name, t in whole.items() if t.numel()}
-    largest = max((size for name, size in sizes.items() if name != LOSS), default=0.0)
-    for name, size in sizes.items():
-        one, other = whole[name], pieces.get(name, torch.zeros_like(whole[name]))
-        rounding = math.sqrt(max(torch.finfo(one.dtype).eps, FLOAT32))  # a model may compute a part in it
-        # Of a weight whose gradient is next to nothing, as a key's bias, there is only rounding to see.
-        limit = 0.3 * rounding * size if name == LOSS else 3 * rounding * max(size, 1e-3 * largest)
-        off = float((one - other).abs().max())
-        if off > limit:
-            what = LOSS if name == LOSS else f"the gradient of {name}"
-            return f"{what} as one batch and in microbatches differ by {off:.3g}, of {size:.3g}"
-    return ""
+            found = differs(0, max(1, n // 3), n)  # where halves count for as much
+    return found and f"{found}, between the batch and its microbatches: {CHANGES if differs(0, n) else APART}"
 
 
 # The loss that a model computes

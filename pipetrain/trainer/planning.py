@@ -22,11 +22,11 @@ from pipetrain.errors import ConfigError, of_all
 from pipetrain.model.chain import network_of
 from pipetrain.model.network import Network, Values
 from pipetrain.model.specs import Size, ValueSpec, as_tuple, cast_floats
+from pipetrain.plan.comparison import compare_microbatches, compare_stages
 from pipetrain.plan.cost_estimate import estimate_short
 from pipetrain.plan.costs import Profile, profile_conditions, read_profile
 from pipetrain.plan.make_plan import make_plan
 from pipetrain.plan.memory_fit import optimizer_state
-from pipetrain.plan.parity import compare_loss, compare_stages, parity
 from pipetrain.plan.plan import Plan, Samples, check_targets
 from pipetrain.runtime.comm.collective_guard import (
     CollectiveGuard,
@@ -163,10 +163,9 @@ def _compare(plan: Plan, request: Arguments, network: Network, reader: Any) -> s
     """
     inputs, targets = reader.first()
     task = spare(request.task, network.model)
-    after_forward = compare_loss(plan, network, task, inputs, targets)
-    compare_stages(plan, network, inputs)
+    after_forward = compare_stages(plan, network, task, inputs, targets)
     check_targets(plan, task, targets, getattr(reader, "classes", None), after_forward)
-    return parity(plan, network, task, inputs, targets)
+    return compare_microbatches(plan, network, task, inputs, targets)
 
 
 def refuse_targets(plan: Plan, request: Arguments, samples: Sampled) -> None:
