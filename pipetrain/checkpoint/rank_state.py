@@ -72,19 +72,21 @@ def restore(source: Source, session: Session, groups: ProcessGroups) -> None:
     """Load a rank's stages, the seed and, for the same pipeline, its residuals. All ranks call it."""
     session.average_buffers()  # the replicas' separate buffers are from before
     tensors = source.tensors()
-    session.engine.seed = source.manifest.config.get("seed", session.engine.seed)
+    session.engine.draw_by(source.manifest.config.get("seed", session.engine.seed))
     same_cuts = source.manifest.pipeline["cuts"] == session.plan.pipeline["cuts"]
     with source.used():
         for stage in session.stages.values():
             stage.attributes.restore(_attributes(tensors, stage.index if same_cuts else None))
             _load(stage, tensors, source.manifest.position.update)
     if source.manifest.pipeline == session.plan.pipeline:
-        session.engine.coding.residuals = {
-            (edge, number, tuple(tensors[name].shape)): tensors[name].clone().to(groups.device)
-            for edge, number in _owing(session.plan, groups.world.rank)
-            for name in tensors  # of any shape: later sizes too
-            if name.startswith(_prefix(session, groups.world.rank, edge, number))
-        }
+        session.engine.coding.restore(
+            {
+                (edge, number, tuple(tensors[name].shape)): tensors[name].clone().to(groups.device)
+                for edge, number in _owing(session.plan, groups.world.rank)
+                for name in tensors  # of any shape: later sizes too
+                if name.startswith(_prefix(session, groups.world.rank, edge, number))
+            }
+        )
 
 
 def _attributes(tensors: NamedTensors, stage: int | None) -> dict[str, list[list[Tensor]]]:
@@ -188,7 +190,7 @@ def parts_of(session: Session, keys: Mapping[str, str]) -> dict[str, StatefulPar
 
     def load_updates(number: Tensor) -> None:
         for stage in stages:
-            stage.weights.updates = int(number)
+            stage.weights.count_from(int(number))
 
     return {
         "model": StatefulPart(model, load_model),

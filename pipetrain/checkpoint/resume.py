@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,41 +25,19 @@ from pipetrain.checkpoint.tensor_files import MODEL, Loaded, NamedTensors, open_
 from pipetrain.errors import ChannelError, ConfigError, TrainingStopped, one_line
 from pipetrain.model.requirements import state_names
 from pipetrain.model.tensor_access import named_tensors
-from pipetrain.typed_json import DamagedCheckpoint, read_as
+from pipetrain.typed_json import DamagedCheckpoint
 
 AUTO = "auto"
-PIPELINE = {"cuts", "placement", "recompute"}
-REAL_OF = {"complex64": "float32", "complex128": "float64"}  # in files
 
 log = logging.getLogger("pipetrain")
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A verified checkpoint."""
+    """A checkpoint, its files verified by rank 0."""
 
     folder: Path
     manifest: Manifest
-
-    @classmethod
-    def verified(cls, folder: Path) -> Source:
-        """Read a checkpoint, and verify its files. Raises DamagedCheckpoint and OtherFormat."""
-        manifest, where = read_whole(folder), str(folder / MANIFEST)
-        source = cls(folder, manifest)
-        forms = read_as(dict[str, list[Any]], manifest.conditions.get("tensors"), f"{where}: its tensors")
-        read_as(dict[str, str], manifest.conditions.get("state_dict"), f"{where}: its state_dict")
-        tensors = source.tensors()
-        for name, form in forms.items():
-            kind, *shape = form
-            expected = [REAL_OF[kind], *shape, 2] if kind in REAL_OF else form
-            tensor = tensors.get(MODEL + name)
-            actual = [] if tensor is None else [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
-            if actual != expected:
-                raise DamagedCheckpoint(f"{where} says that {name} is {form}, and its file has {actual}")
-        position = all(0 <= number < 2**63 for number in astuple(manifest.position))
-        if not (position and manifest.pipeline.keys() >= PIPELINE):
-            raise DamagedCheckpoint(f"{where} has no pipeline and position of ours")
-        return source
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -121,7 +99,7 @@ def saved_in(folder: Path) -> Source | None:
             f"{folder} is no checkpoint: give the folder of a run, or one of its {CHECKPOINTS}/update-..."
         )
     try:
-        return Source.verified(folder)
+        return Source(folder, read_whole(folder))
     except DamagedCheckpoint as damage:
         raise ConfigError(f"{folder} is damaged: {damage}; choose another checkpoint") from damage
 
@@ -130,7 +108,7 @@ def _newest(run_dir: Path) -> Source | None:
     damaged = False
     for folder in saved_by(run_dir):
         try:
-            return Source.verified(folder)
+            return Source(folder, read_whole(folder))
         except DamagedCheckpoint as damage:
             damaged = True
             log.warning("pipetrain: checkpoint %s is damaged: %s; trying the one before", folder.name, damage)

@@ -91,6 +91,10 @@ class Engine:
             Op.STEP: self._step,
         }
 
+    def draw_by(self, seed: int) -> None:
+        """Go on with the random numbers of another seed, that of a checkpoint."""
+        self.seed = seed
+
     def train(
         self,
         order: Order,

@@ -47,6 +47,10 @@ class Coding:
         self.seconds = 0.0
         """The time of encoding and decoding so far; on a GPU of its launches."""
 
+    def restore(self, residuals: dict[Slot, Tensor]) -> None:
+        """Go on with what was owed when a checkpoint was saved."""
+        self.residuals = residuals
+
     def specs(self, edge: Edge, plain: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
         """Return the specs of a message as it travels."""
         return tuple(wire for spec in plain for wire in on_wire(self._codecs.for_edge(edge), spec))

@@ -122,8 +122,12 @@ class Weights:
         by_name = {name: saved.tensors_of(p) for name, p in self.store.parameters.items()} if saved else {}
         return {f"{name}/{number}": t for name, state in by_name.items() for number, t in enumerate(state)}
 
-    def load_optimizer_state(self, state: Mapping[str, Tensor], updates: int) -> None:
+    def count_from(self, updates: int) -> None:
+        """Go on after so many updates."""
         self.updates = updates
+
+    def load_optimizer_state(self, state: Mapping[str, Tensor], updates: int) -> None:
+        self.count_from(updates)
         self.correction_state.state.clear()
         for name, p in self.store.parameters.items():
             count = sum(path.rpartition("/")[0] == name for path in state)
