@@ -9,11 +9,12 @@ from contextlib import suppress
 from operator import index
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pipetrain.errors import ConfigError
 from pipetrain.targets import Unresolved
 
+_T = TypeVar("_T")
 MOST = 2**53  # the largest whole number, which a float still represents
 LONGEST = 256  # characters of a text in a message, as of a path
 WIDEST = 80  # characters of a value in a message: a tensor or a dict may have many, in several lines
@@ -78,6 +79,14 @@ def number(words: str, holds: Callable[[float], bool]) -> Rule:
         words,
         lambda key, value: kept(float(value), not isinstance(value, bool | str) and holds(float(value))),
     )
+
+
+def instance_of(kind: type[_T], key: str, value: Any) -> _T:
+    """Return a value of this class. Raises ConfigError for another."""
+    if not isinstance(value, kind):
+        name = f"{kind.__module__}.{kind.__name__}"
+        raise ConfigError(f"{key} must be a {name}; got {type(value).__name__}")
+    return value
 
 
 def decoded(value: Any) -> Any:

@@ -21,7 +21,7 @@ from pipetrain.errors import ConfigError, one_line
 from pipetrain.model import factory
 from pipetrain.model.requirements import require_module
 from pipetrain.model.specs import specs_of
-from pipetrain.rules import BOOL, POSITIVE, Misfit, decoded
+from pipetrain.rules import BOOL, POSITIVE, Misfit, decoded, instance_of
 from pipetrain.schedule.actions import Schedule
 from pipetrain.targets import NotMade, RefersToNothing, located, make
 from pipetrain.tasks import Mean, Metric, Task
@@ -96,9 +96,7 @@ def make_task(cfg: Mapping[str, Any]) -> Task:
     if cfg.get("loss") is not None:
         task = Task(build_function("loss", cfg["loss"]))
     else:
-        task = build(cfg, "task")
-        if not isinstance(task, Task):
-            raise ConfigError(f"task must be a pipetrain.tasks.Task; got {type(task).__name__}")
+        task = instance_of(Task, "task", build(cfg, "task"))
     node = cfg["task"] if cfg.get("loss") is None else cfg["loss"]
     if cfg.get("label_smoothing") and "label_smoothing" not in node:
         raise ConfigError(
@@ -112,10 +110,6 @@ def make_task(cfg: Mapping[str, Any]) -> Task:
     return task
 
 
-Function = Callable[[Any], Optimizer]
-"""Of parameters, or of dicts of them with the options of a group, as the classes of torch.optim."""
-
-
 @dataclass(frozen=True, slots=True)
 class Optim:
     """An optimizer that was chosen, before it is tried.
@@ -125,7 +119,7 @@ class Optim:
     """
 
     name: str
-    forms: Sequence[Function]
+    forms: Sequence[Callable[[Any], Optimizer]]
     key: str
     groups: Any
     options: Mapping[str, Any]
@@ -182,33 +176,22 @@ def make_codec(key: str, node: object) -> Codec:
     """Return the codec of a name of conf/, or of a `_target_`, after a trial. Raises ConfigError."""
     if isinstance(node, str):
         node = chosen(key, "codec", node)
-    codec = node if isinstance(node, Codec) else build_node(key, node)
-    if not isinstance(codec, Codec):
-        raise ConfigError(f"{key} must be a {Codec.__module__}.Codec; got {type(codec).__name__}")
+    made = node if isinstance(node, Codec) else build_node(key, node)
+    codec = instance_of(Codec, key, made)  # type: ignore[type-abstract]
     _try_codec(key, codec)
     return codec
 
 
 def make_correction(key: str, value: object) -> Correction:
     """Join corrections: an object, a name of conf/, a list of them, or nodes by name. Raises ConfigError."""
-    if isinstance(value, Mapping):
-        return together(
-            [_correction(f"{key}.{name}", build_node(f"{key}.{name}", of)) for name, of in value.items()]
-        )
     parts = list[Correction]()
-    for one in value if isinstance(value, list | tuple) else [value or "none"]:
-        if isinstance(one, str):
-            known = chosen(key, "correction", one)
-            parts += [build_node(f"{key}.{name}", node) for name, node in known.items()]
-        else:
-            parts.append(_correction(key, one))
+    for part in value if isinstance(value, list | tuple) else [value or "none"]:
+        nodes = chosen(key, "correction", part) if isinstance(part, str) else part
+        by_key = {key: part}
+        if isinstance(nodes, Mapping):
+            by_key = {f"{key}.{name}": build_node(f"{key}.{name}", node) for name, node in nodes.items()}
+        parts += [instance_of(Correction, name, made) for name, made in by_key.items()]
     return together(parts)
-
-
-def _correction(key: str, made: object) -> Correction:
-    if not isinstance(made, Correction):
-        raise ConfigError(f"{key} must be a {Correction.__module__}.Correction; got {type(made).__name__}")
-    return made
 
 
 def _try_codec(key: str, codec: Codec) -> None:

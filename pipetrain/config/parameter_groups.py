@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
-from pipetrain.config.build import Function, Optim, build_node
+from pipetrain.config.build import Optim, build_node
 from pipetrain.errors import ConfigError
 from pipetrain.rules import POSITIVE, decoded
 
@@ -28,7 +28,7 @@ class Group:
     key: str
     names: Collection[str]
     options: Mapping[str, Any]
-    function: Function | None = None
+    function: Callable[[Any], Optimizer] | None = None
 
 
 class Kind(NamedTuple):
@@ -60,7 +60,7 @@ def title(optimizer: Optimizer) -> str:
 
 
 def optimizer_of(
-    function: Function, groups: Sequence[Group], named: Iterable[tuple[str, nn.Parameter]]
+    function: Callable[[Any], Optimizer], groups: Sequence[Group], named: Iterable[tuple[str, nn.Parameter]]
 ) -> Optimizer:
     """Return an optimizer with a torch group for each non-empty group, and one for the rest."""
     rest = Group("", (), {})

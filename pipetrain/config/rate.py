@@ -81,8 +81,7 @@ def _prove_stepped(scheduler: LRScheduler) -> None:
         ) from error
 
 
-Shape = Callable[[float, float], float]
-"""(progress, warmup), both fractions of all updates -> fraction of the peak rate."""
+# Shapes: of (progress, warmup), both fractions of all updates, to the fraction of the peak rate.
 
 
 def constant(progress: float, warmup: float) -> float:
@@ -109,7 +108,11 @@ def one_cycle(progress: float, warmup: float) -> float:
     return end + (1 - end) * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup))) / 2
 
 
-SHAPES: dict[str, Shape] = {"constant": constant, "cosine": cosine, "one_cycle": one_cycle}
+SHAPES: dict[str, Callable[[float, float], float]] = {
+    "constant": constant,
+    "cosine": cosine,
+    "one_cycle": one_cycle,
+}
 
 
 def learning_rate(schedule: str | Rate, warmup: float, updates: int) -> Rate:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cache, partial
@@ -253,7 +253,8 @@ class Settings:
             if (key := option.key if option.key in values else name) in values:
                 read[name] = option.rule.read(key, values[key], option.null)
         settings = replace(self, **read)
-        _refuse_together(settings)
+        for contradiction in _contradictions(settings):
+            raise ConfigError(contradiction)
         return settings
 
     def shared(self) -> dict[str, Any]:
@@ -340,41 +341,37 @@ def value_at(cfg: Any, key: str) -> Any:
     return decoded(cfg)
 
 
-def _refuse_together(settings: Settings) -> None:
-    """Refuse values that contradict each other. Raises ConfigError."""
+def _contradictions(settings: Settings) -> Iterator[str]:
+    """Yield what is wrong with values that are right each for itself."""
     if settings.samples is not None and settings.samples < settings.microbatches:
-        raise ConfigError(
+        yield (
             f"batch_size={settings.batch_size} cannot be cut into microbatches={settings.microbatches}: "
             f"choose fewer, or a larger batch_size"
         )
     if settings.precision == "bf16" and (not settings.casts_data or settings.dtype != torch.float32):
-        raise ConfigError("precision=bf16 needs weights of float32: give dtype=float32")
+        yield "precision=bf16 needs weights of float32: give dtype=float32"
     if settings.cuda_graphs is True and not settings.on_gpu:
-        raise ConfigError("cuda_graphs needs a GPU: leave it out")
-    if settings.compile:
-        why = "looks at single operations, which torch.compile joins"
-        beside = {"recompute": "selective" in settings.recompute, "batchnorm": settings.batchnorm == "batch"}
-        _refuse_beside("compile", why, settings, [name for name, looks in beside.items() if looks])
-    if settings.cuda_graphs is True:
-        _refuse_beside("cuda_graphs", UNLIKE_GRAPHS, settings, settings.unlike_graphs)
+        yield "cuda_graphs needs a GPU: leave it out"
+    joined = ["recompute"] * ("selective" in settings.recompute)
+    joined += ["batchnorm"] * (settings.batchnorm == "batch")
+    for option, why, others in (
+        ("compile", "looks at single operations, which torch.compile joins", joined),
+        ("cuda_graphs", UNLIKE_GRAPHS, settings.unlike_graphs),
+    ):
+        for other in others if getattr(settings, option) is True else ():
+            yield f"{other}={getattr(settings, other)} {why}: leave {other} out, or {option}"
     if settings.replicas == AUTO and settings.partition != PROFILE:
-        raise ConfigError(
+        yield (
             f"replicas=auto weighs computing against messages and sums of gradients, which partition="
             f"{settings.partition} does not measure: set partition={PROFILE}, or give replicas a number"
         )
     if settings.build == "stages" and settings.partition == PROFILE and settings.profile is None:
-        raise ConfigError(
+        yield (
             f"partition={PROFILE} measures the whole model in each process, which build=stages does not "
             f"make: choose partition=flops, or give partition.profile=, a file measured where it fits"
         )
     if settings.weights is not None and settings.resume not in (None, "auto"):
-        raise ConfigError(
+        yield (
             f"resume={settings.resume} begins with the weights of that checkpoint, and weights="
             f"{settings.weights} with others: leave one of them out"
         )
-
-
-def _refuse_beside(option: str, why: str, settings: Settings, others: Sequence[str]) -> None:
-    """Refuse other options beside one, in words of both doors."""
-    for other in others:
-        raise ConfigError(f"{other}={getattr(settings, other)} {why}: leave {other} out, or {option}")

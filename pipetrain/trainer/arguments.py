@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipetrain.config.build import Function, Optim, make_schedule
+from pipetrain.config.build import Optim, make_schedule
 from pipetrain.config.choices import names_of, nearest, shipped
 from pipetrain.config.parameter_groups import title
 from pipetrain.config.rate import LearningRate, asked_rate
@@ -64,7 +64,7 @@ class Arguments:
         model: nn.Module,
         task: Task,
         draft: Draft,
-        optimizer: Function | Optim | None,
+        optimizer: Callable[[Any], Optimizer] | Optim | None,
         groups: Mapping[str, Mapping[str, Any]] | None,
         lr_schedule: Any,
     ) -> Arguments:

@@ -31,7 +31,7 @@ from pipetrain.checkpoint.resume import (
     transformers_config,
 )
 from pipetrain.checkpoint.writer import save_now
-from pipetrain.config.build import Function, Optim
+from pipetrain.config.build import Optim
 from pipetrain.config.choices import conf_dir, names_of
 from pipetrain.config.placement import spans
 from pipetrain.config.rate import Rate
@@ -107,7 +107,7 @@ class Pipeline:
         self,
         model: nn.Module | Factory,
         loss: LossFunction | Task | str | None = None,
-        optimizer: Function | Optim | None = None,
+        optimizer: Callable[[Any], Optimizer] | Optim | None = None,
         schedule: str | Path | Schedule = "1f1b",
         *,
         microbatches: int | None = None,

@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipetrain.config.build import Function, Optim
+from pipetrain.config.build import Optim
 from pipetrain.config.parameter_groups import Group, groups_of, optimizer_of
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.runtime.stage.parameter_store import OptimizerFactory
@@ -68,7 +69,7 @@ def _small(parameter: Tensor) -> Tensor:
 
 def _tried(
     target: str,
-    function: Function,
+    function: Callable[[Any], Optimizer],
     groups: Sequence[Group],
     model: nn.Module,
     stages: int,
