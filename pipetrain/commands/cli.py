@@ -68,13 +68,13 @@ def in_order(words: Sequence[str], name: str) -> list[str]:
 
     Raises ConfigError for a word that is neither, nor the value of a flag.
     """
-    known = get_args_parser()._option_string_actions
+    actions = get_args_parser()._option_string_actions
     flags, overrides = list[str](), list[str]()
     for before, word, after in zip(["", *words], words, [*words[1:], "="], strict=False):
         flag, equals, value = word.partition("=")
         if word.startswith("~") or (equals and not word.startswith("-")):
             overrides.append(word)
-        elif flag in known or (before in known and not word.startswith("-")):
+        elif flag in actions or (before in actions and not word.startswith("-")):
             flags.append(word)
         else:
             value = value or ("VALUE" if re.match("[-~]|.*=", after) else after)
@@ -87,7 +87,9 @@ def in_order(words: Sequence[str], name: str) -> list[str]:
 
 
 def as_hydra(words: Sequence[str]) -> list[str]:
-    """Return a command line's arguments in Hydra's syntax."""
+    """Return a command line's arguments in Hydra's syntax. Raises ConfigError for what is no choice."""
+    for word in words:
+        _refuse_word(word)
     if {"-m", "--multirun"} & {*words}:  # a sweep has a folder for each job in that of the sweep
         words = [re.sub(r"^\+*run_dir=", "hydra.sweep.dir=", word) for word in words]
     words = [_CODEC.sub(r"\1codec@\2", word) for word in words]
@@ -157,10 +159,7 @@ def compose(
         if {"-h", "--help"} & {*words}:
             print(usage(name, words), end="", flush=True)
             return 0
-        words = in_order(words, name)
-        for word in words:
-            _refuse_word(word)
-        sys.argv[1:] = as_hydra(words)
+        sys.argv[1:] = as_hydra(in_order(words, name))
         with nullcontext() if outputs else _without_outputs():
             hydra.main(config_path=str(conf_dir()), config_name=name, version_base="1.3")(job)()
     except _JobFailed as end:
@@ -190,8 +189,6 @@ def _without_outputs() -> Iterator[None]:
 
 def composed(name: str, words: Sequence[str]) -> DictConfig:
     """Return the configuration of a command line of which nothing runs. Raises ConfigError."""
-    for word in words:
-        _refuse_word(word)
     try:
         with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
             cfg = hydra.compose(name, overrides=as_hydra(words))
@@ -250,8 +247,8 @@ def _refuse_word(word: str) -> None:
     """Refuse a group's choice that is not a name, for which Hydra's error lacks the key."""
     key, _, value = word.lstrip("+").partition("=")
     choices = names_of("codec" if key in CODECS else key)
-    several = key in ("logger", "correction") and value.startswith("[")
-    if key and choices and not several and not re.match(r"(?!(null|true|false)$)\w*[A-Za-z_]", value):
+    is_list = key in ("logger", "correction") and value.startswith("[")
+    if key and choices and not is_list and not re.match(r"(?!(null|true|false)$)\w*[A-Za-z_]", value):
         raise ConfigError(f"{word} must be a name; choose one of: {', '.join(choices)}")
 
 
@@ -273,14 +270,16 @@ def _no_choice(group: str, name: str, options: Sequence[str]) -> str:
     """Return the sentence for a choice that a group does not have: a class or function may be meant."""
     close = " or ".join(get_close_matches(name.lower(), options, n=2))
     meant = close and f"did you mean {close}? "
-    own = f", or your own by {group}._target_={name if '.' in name else 'MODULE.NAME'}" * (group in _BUILT)
-    return f"there is no {group}/{name}: {meant}choose one of {', '.join(options)}{own}"
+    target = f", or your own by {group}._target_={name if '.' in name else 'MODULE.NAME'}"
+    return (
+        f"there is no {group}/{name}: {meant}choose one of {', '.join(options)}{target * (group in _BUILT)}"
+    )
 
 
 def _suggestion(key: str, name: str) -> str:
-    known = _known(name)
-    parts = sorted(other for other in known if other.startswith(f"{key}."))
-    if key in known and not parts:
+    keys = _known(name)
+    parts = sorted(other for other in keys if other.startswith(f"{key}."))
+    if key in keys and not parts:
         return f"; it belongs to another choice of {key.partition('.')[0]}="
     meant = " or ".join(parts or nearest(key, _options(name)))
     return meant and f"; did you mean {meant}"
@@ -288,11 +287,11 @@ def _suggestion(key: str, name: str) -> str:
 
 def _refuse_unread(content: Mapping[str, Any], name: str, text: str, prefix: str = "") -> None:
     """Refuse a key that nothing reads, not even an interpolation in `text`, or that must have parts."""
-    known = _known(name)
+    keys = _known(name)
     for part, value in content.items():
         key = f"{prefix}{part}"
-        parts = sorted(other for other in known if other.startswith(f"{key}."))
-        if key not in known and not re.search(rf"\$\{{{re.escape(key)}\b", text):
+        parts = sorted(other for other in keys if other.startswith(f"{key}."))
+        if key not in keys and not re.search(rf"\$\{{{re.escape(key)}\b", text):
             raise ConfigError(f"nothing reads {key}{_suggestion(key, name)}; {ALL}")
         if parts and not isinstance(value, dict) and not (value is None and key in MAY_BE_NULL):
             raise ConfigError(f"{key} must be given by its parts: {'=, '.join(parts)}=")
@@ -307,10 +306,10 @@ def _known(name: str) -> set[str]:
     files += [
         (f"{group}.", path) for group in ("data", "logger") for path in (conf_dir() / group).glob("*.yaml")
     ]
-    known = {*CODECS, *(path.parent.name for path in conf_dir().glob("*/*.yaml"))}
+    keys = {*CODECS, *(path.parent.name for path in conf_dir().glob("*/*.yaml"))}
     for prefix, path in files:
-        known.update(_keys(OmegaConf.to_container(OmegaConf.load(path)), prefix))
-    return known - {"defaults"}
+        keys.update(_keys(OmegaConf.to_container(OmegaConf.load(path)), prefix))
+    return keys - {"defaults"}
 
 
 @cache

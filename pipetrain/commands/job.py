@@ -58,7 +58,7 @@ class Parts:
         return parts
 
 
-def train(
+def train_job(
     job: Job,
     parts: Parts,
     source: Source | None,
@@ -85,16 +85,9 @@ def train(
     gc.enable()
     gc.collect()  # also the Pipeline of a job of a sweep that was refused
     start.synchronize("build the model")
-    pipe = Pipeline(
-        model,
-        parts.task,
-        parts.optim,
-        parts.schedule,
-        lr_schedule=rate,
-        weights=settings.weights,
-        settings=settings,
-    )
-    del model
+    what = model, parts.task, parts.optim, parts.schedule
+    pipe = Pipeline(*what, lr_schedule=rate, weights=settings.weights, settings=settings)
+    del model, what
     training = pipe._training
     placement = training.groups.placement
     ends = {*placement[0], *placement[-1]}  # the others need no sample
@@ -103,14 +96,12 @@ def train(
     same = {"data set": data.fingerprint if data else facts.fingerprint}
     start.synchronize("read the data set", same)
     start.doing = "plan the run"
-    own = settings.seed, settings.workers, settings.timeout, data.classes if data else None
-    samples = (
-        Sampled(data.train if data else None, sampler.batch_sizes, sampler, *own),
-        Sampled(data.test if data else None, even(facts.test, settings.batch_size), None, *own),
-    )
+    reading = settings.seed, settings.workers, settings.timeout, data.classes if data else None
+    train = Sampled(data.train if data else None, sampler.batch_sizes, sampler, *reading)
+    test = Sampled(data.test if data else None, even(facts.test, settings.batch_size), None, *reading)
     conditions = conditions_of(options, settings, facts, parts.task)
     run_folder = folder.RunFolder(Path(job.run_dir), job.run, source, config or options, conditions)
-    epochs = EpochData(training, *samples, len(sampler.batch_sizes), run_folder)
+    epochs = EpochData(training, train, test, len(sampler.batch_sizes), run_folder)
 
     def ready() -> None:
         start.synchronize("begin to train")

@@ -39,12 +39,11 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser, parse_args, run
 from yaml import YAMLError, safe_load
 
-from pipetrain.commands.cli import composed, in_order, values_of
+from pipetrain.commands.cli import in_order
 from pipetrain.commands.help_text import completion
-from pipetrain.commands.start import refuse_few_layers
 from pipetrain.config import placement as placing
 from pipetrain.config.placement import RULES
-from pipetrain.config.settings import Settings, cores, share_of_cores
+from pipetrain.config.settings import share_of_cores
 from pipetrain.errors import ConfigError
 from pipetrain.exit import ENDED, FAILED, guarded, leave
 from pipetrain.rules import decoded, whole
@@ -75,39 +74,35 @@ def _main(words: Sequence[str]) -> int:
     if "--completion" in words:
         print(completion(), end="")
         return 0
-    theirs, ours = split(words)
-    count = processes(ours)
+    of_torchrun, of_ranks = split(words)
+    count = processes(of_ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(share_of_cores(count)))
-    if not any(word.startswith("--nproc") for word in theirs):
-        plain = not theirs and not any(word.startswith("-") for word in ours)
-        if count > cores() and plain:  # so many take long to start
-            cfg = values_of(composed("config", ours))
-            refuse_few_layers(cfg, len(Settings.composed(cfg, "", count).places))
-        theirs.append(f"--nproc_per_node={count}")
-    if not any(word.startswith(("--nnodes", "--rdzv", "--master", "--standalone")) for word in theirs):
+    if not any(word.startswith("--nproc") for word in of_torchrun):
+        of_torchrun.append(f"--nproc_per_node={count}")
+    if not any(word.startswith(("--nnodes", "--rdzv", "--master", "--standalone")) for word in of_torchrun):
         # Not --standalone, whose rendezvous unpickles what anybody on this machine writes to its store.
         # torchrun takes the server that this process has at a port already; its own would listen everywhere.
         listening = socket.create_server((LOOPBACK, 0))
         where = LOOPBACK, listening.getsockname()[1]
         how: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
         server = TCPStore(*where, **how, master_listen_fd=listening.detach())
-        theirs += [f"--master_addr={LOOPBACK}", f"--master_port={server.port}"]
-    return start([*theirs, "-m", "pipetrain", *ours])
+        of_torchrun += [f"--master_addr={LOOPBACK}", f"--master_port={server.port}"]
+    return start([*of_torchrun, "-m", "pipetrain", *of_ranks])
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separate torchrun's options from the ranks' own arguments. Raises ConfigError for what is neither."""
     options = get_args_parser()._option_string_actions.keys() - {"-h", "--help"}
-    theirs = [word for word in words if word.partition("=")[0] in options]
-    ours = [word for word in words if word not in theirs]
-    in_order(ours, "config")
-    return theirs, ours or QUICKSTART
+    of_torchrun = [word for word in words if word.partition("=")[0] in options]
+    of_ranks = [word for word in words if word not in of_torchrun]
+    in_order(of_ranks, "config")
+    return of_torchrun, of_ranks or QUICKSTART
 
 
 def processes(words: Sequence[str]) -> int:
     """Return how many processes to start. Raises ConfigError."""
-    if asked := os.environ.get("NPROC"):
-        number: int = whole(1, 9999).read("NPROC", decoded(asked))
+    if given := os.environ.get("NPROC"):
+        number: int = whole(1, 9999).read("NPROC", decoded(given))
         return number
     if needed := _processes_of(words):
         return needed

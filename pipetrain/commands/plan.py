@@ -53,16 +53,16 @@ SILENCE_S = 10.0  # between two lines about what takes long
 
 def main() -> None:
     """Print the plan of the command line's configuration; exit with its status."""
-    said = _Said()
+    progress = _Progress()
     try:
-        sys.exit(guarded(lambda: compose("plan", lambda cfg: show(cfg, said), outputs=False)))
+        sys.exit(guarded(lambda: compose("plan", lambda cfg: show(cfg, progress), outputs=False)))
     except BrokenPipeError:
         sys.exit(unread())
     finally:
-        said.over.set()
+        progress.over.set()
 
 
-class _Said:
+class _Progress:
     """Says on stderr, every SILENCE_S, for how long it has been planning. `doing`: which of several."""
 
     def __init__(self) -> None:
@@ -74,12 +74,16 @@ class _Said:
             seconds = time.perf_counter() - self._began
             print(f"pipetrain: planning{self.doing}, {seconds:.0f} s so far", file=sys.stderr, flush=True)
 
-    def next(self, name: str, of: Sequence[str]) -> None:
-        self.doing = f" {name}, {of.index(name) + 1} of {len(of)} schedules"
+    def next(self, name: str, names: Sequence[str]) -> None:
+        self.doing = f" {name}, {names.index(name) + 1} of {len(names)} schedules"
 
 
-def show(cfg: DictConfig, said: _Said) -> None:
+def show(cfg: DictConfig, progress: _Progress) -> None:
     """Print the plan of a configuration, or the table of several schedules. Raises ConfigError."""
+    advise, several = BOOL.read("advise", cfg.advise), cfg.compare is not None
+    by_costs = advise or (several and (cfg.costs or _has_model()))
+    named = [word for word in HydraConfig.get().overrides.task if word.startswith("schedule=")]
+    drawn = [key for key in ("out", "span") if cfg[key] is not None]
     if cfg.costs is not None and _has_model():
         raise ConfigError(
             "costs= stands in place of a model: leave model= out, or give the model's times by "
@@ -89,12 +93,17 @@ def show(cfg: DictConfig, said: _Said) -> None:
         raise ConfigError("bandwidth= is for costs=FILE: of a model, partition.profile=FILE has it")
     if cfg.ranks is not None and cfg.replicas != "auto":
         show_replicas(cfg)
-    elif BOOL.read("advise", cfg.advise) or (cfg.compare is not None and (cfg.costs or _has_model())):
-        show_advice(cfg, said)
-    elif cfg.compare is not None:
-        show_table(cfg, said)
-    else:
+    elif not (advise or several):
         show_plan(cfg, _batches(cfg))
+    elif by_costs and named:
+        raise ConfigError(
+            f"advise=true chooses the schedule: leave {named[0]} out, or name those to choose from, as "
+            f"compare=[1f1b,pipedream]"
+        )
+    elif drawn:
+        raise ConfigError(f"several schedules are a table, which takes no {drawn[0]}=: leave it out")
+    else:
+        (show_advice if by_costs else show_table)(cfg, progress)
 
 
 # One schedule
@@ -109,25 +118,25 @@ def show_plan(cfg: DictConfig, batches: int) -> None:
     from pipetrain.schedule.plot import as_figure
 
     plan = planned(values_of(cfg), str(HydraConfig.get().runtime.choices["schedule"]), batches)
-    span, rows = _span(cfg), str(cfg.out).endswith(".csv")
+    span, out = _span(cfg), cfg.out and Path(str(cfg.out))
     _say_draft(cfg)
-    if cfg.costs and cfg.out is None and span is None:
+    if cfg.costs and out is None and span is None:
         write_rows(plan, sys.stdout)
         return
-    if cfg.out is not None:
-        run = plan.timeline()
+    rows = out and out.suffix == ".csv"
+    if out is not None:
         try:
             if rows:
-                with Path(str(cfg.out)).open("w", newline="") as file:
+                with out.open("w", newline="") as file:
                     write_rows(plan, file)
             else:
-                as_figure(run, Path(str(cfg.out)), title(plan), plan.unit_of_time, span, plan.memory())
+                as_figure(plan.timeline(), out, title(plan), plan.unit_of_time, span, plan.memory())
         except OSError as error:
             raise ConfigError(f"out={cfg.out} cannot be written: {error}") from error
     room = gpu_bytes(plan.settings.device)
     print(describe(plan, get_terminal_size((100, 24)).columns, span, room), end="")
-    if cfg.out is not None:
-        print(f"\n{'a row a stage' if rows else 'timeline drawn'} in {cfg.out}")
+    if out is not None:
+        print(f"\n{'a row a stage' if rows else 'timeline drawn'} in {out}")
 
 
 def _say_draft(cfg: DictConfig) -> None:
@@ -182,27 +191,22 @@ def show_replicas(cfg: DictConfig) -> None:
 # Several schedules
 
 
-def show_advice(cfg: DictConfig, said: _Said) -> None:
+def show_advice(cfg: DictConfig, progress: _Progress) -> None:
     """Print the schedules of `compare=` or all by a model's costs, and which to take. Raises ConfigError."""
     from pipetrain.plan.schedule_choice import advice  # imports torch
 
-    words = HydraConfig.get().overrides.task
-    if named := [word for word in words if word.startswith("schedule=")]:
-        raise ConfigError(
-            f"advise=true chooses the schedule: leave {named[0]} out, or name those to choose from, as "
-            f"compare=[1f1b,pipedream]"
-        )
     stages = _count(cfg, "ranks") or 2 if cfg.replicas == "auto" else len(_places(cfg))
     if stages == 1:
         raise ConfigError("advise=true compares pipelines, and one stage is none: choose stages=2 or more")
     timed = cfg.costs is not None or isinstance(cfg.partition, DictConfig)  # of microbatches of one size
-    own, notes = _configurations(cfg, *[f"microbatches={cfg.microbatches}"] * timed)
+    configurations, notes = _configurations(cfg, *[f"microbatches={cfg.microbatches}"] * timed)
+    words = HydraConfig.get().overrides.task
     free = not timed and not any(word.startswith("microbatches=") for word in words)
     by_name = {
-        name: (alternatives(each, stages * free), _batches(each), [] if cfg.costs else _of_run(has))
-        for name, (each, has) in own.items()
+        name: (alternatives(one, stages * free), _batches(one), [] if cfg.costs else _of_run(words_of_one))
+        for name, (one, words_of_one) in configurations.items()
     }
-    print(f"{advice(by_name, stages, lambda name: said.next(name, [*by_name]))}{notes}", end="")
+    print(f"{advice(by_name, stages, lambda name: progress.next(name, [*by_name]))}{notes}", end="")
     _say_draft(cfg)
 
 
@@ -216,20 +220,18 @@ def alternatives(cfg: DictConfig, most: int) -> list[dict[str, Any]]:
     return tried
 
 
-def show_table(cfg: DictConfig, said: _Said) -> None:
+def show_table(cfg: DictConfig, progress: _Progress) -> None:
     """Print a row for each schedule of `compare=`, on equal stages. Raises ConfigError."""
     places, m = _places(cfg), _count(cfg, "microbatches") or 1
     ranks = 1 + max(map(max, places))
-    own, notes = _configurations(cfg, f"microbatches={m}")
+    configurations, notes = _configurations(cfg, f"microbatches={m}")
     rows = []
-    for name, (each, _) in own.items():
-        said.next(name, [*own])
+    for name, (one, _) in configurations.items():
+        progress.next(name, [*configurations])
         try:
-            times, peaks = _on_even_stages(each, places, _batches(each), m)
+            rows.append([name, *_on_even_stages(one, places, _batches(one), m)])
         except (ConfigError, ScheduleError) as error:
             notes += f"without {name}: {error}\n"
-            continue
-        rows.append([name, *times, *peaks])
     if not rows:
         raise ConfigError(
             f"compare= has no schedule that can be planned with these settings, {notes.strip()}"
@@ -253,15 +255,13 @@ def _configurations(cfg: DictConfig, *more: str) -> tuple[dict[str, tuple[DictCo
 
     `more`: words of all. Raises ConfigError.
     """
-    if unused := [key for key in ("out", "span") if cfg[key] is not None]:
-        raise ConfigError(f"several schedules are a table, which takes no {unused[0]}=: leave it out")
     words, names = list(HydraConfig.get().overrides.task), _names(cfg)
-    options, own = _options(words, names), {}
+    options, configurations = _options(words, names), {}
     notes = (f"{word.lstrip('+')} is for {', '.join(of)}\n" for word, of in options.items() if of != names)
     for name in names:
-        has = [word for word in words if name in options.get(word, names) and not word.startswith("compare=")]
-        own[name] = hydra.compose("plan", overrides=[*has, f"schedule={name}", *more]), has
-    return own, "".join(notes)
+        its = [word for word in words if name in options.get(word, names) and not word.startswith("compare=")]
+        configurations[name] = hydra.compose("plan", overrides=[*its, f"schedule={name}", *more]), its
+    return configurations, "".join(notes)
 
 
 def _of_run(words: Sequence[str]) -> list[str]:
@@ -294,9 +294,7 @@ def _batches(cfg: DictConfig) -> int:
     return batches or min(_count(cfg, "window") or SHOWN, SHOWN)
 
 
-def _on_even_stages(
-    cfg: DictConfig, places: Placement, batches: int, microbatches: int
-) -> tuple[list[str], list[str]]:
+def _on_even_stages(cfg: DictConfig, places: Placement, batches: int, microbatches: int) -> list[str]:
     """Return the times of a schedule, and by rank its activations, weight versions and staleness.
 
     A stage has as much work as it has ranks.
@@ -318,13 +316,13 @@ def _on_even_stages(
     )
     stages = [sorted({action.stage for action in row.actions}) for row in run.rows]
     peaks = (
-        [most_open([row.actions]) / len(own) for row, own in zip(run.rows, stages, strict=True)],
-        [sum(run.versions[stage] for stage in own) / len(own) for own in stages],
-        [max(run.staleness[stage] for stage in own) for own in stages],
+        [most_open([row.actions]) / len(held) for row, held in zip(run.rows, stages, strict=True)],
+        [sum(run.versions[stage] for stage in held) / len(held) for held in stages],
+        [max(run.staleness[stage] for stage in held) for held in stages],
     )
     by_rank = [" ".join(f"{value:.3g}" for value in values) for values in peaks]
     unit = WORK * sum(map(len, placement)) / len(run.rows)
-    return [f"{run.makespan / batches / unit:.4g}", f"{run.bubble:.1%}"], by_rank
+    return [f"{run.makespan / batches / unit:.4g}", f"{run.bubble:.1%}", *by_rank]
 
 
 def _names(cfg: DictConfig) -> list[str]:

@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipetrain.checkpoint.resume import Source, find_source
 from pipetrain.commands.cli import as_mapping, compose, contained, quoted, values_of
-from pipetrain.commands.job import Job, Parts, train
+from pipetrain.commands.job import Job, Parts, train_job
 from pipetrain.commands.start import Start, as_json, refuse_few_layers
 from pipetrain.config.choices import chosen, conf_dir
 from pipetrain.config.settings import AUTO, PROFILE, Mode, Settings, value_at
@@ -100,10 +100,10 @@ def given_folder(words: Sequence[str]) -> tuple[Path, folder.Before]:
 def discard_folder(path: Path, before: folder.Before) -> None:
     """Remove the folder of a job that is refused, if it was not there."""
     hydra = HydraConfig.get()
-    mine = Path(hydra.runtime.output_dir)
-    if mine.absolute() != path.absolute():  # one of a sweep, or of the folder of all runs
-        before = folder.Before(missing=(mine, *before.missing))
-    folder.discard(mine, before, f"{hydra.job.name}.log")
+    run_dir = Path(hydra.runtime.output_dir)
+    if run_dir.absolute() != path.absolute():  # one of a sweep, or of the folder of all runs
+        before = folder.Before(missing=(run_dir, *before.missing))
+    folder.discard(run_dir, before, f"{hydra.job.name}.log")
 
 
 def run_job(composed: DictConfig, start: Start) -> None:
@@ -117,7 +117,8 @@ def run_job(composed: DictConfig, start: Start) -> None:
     load_augment(options["data"])
     config, run_dir, resuming = as_mapping(cfg), Path(cfg.run_dir), settings.resume == AUTO
     download_s = value_at(options, "data.source.total_timeout")
-    start.send_delay(settings.timeout + (download_s if isinstance(download_s, int | float) else 0.0))
+    # So much longer the others wait for the options.
+    start.attempt.send_delay(settings.timeout + (download_s if isinstance(download_s, int | float) else 0.0))
     check_loggers(config["logger"])
     if resuming and folder.is_finished(run_dir, config if start.run_dir is None else None):
         log.info("pipetrain: run_dir=%s holds this run, finished: nothing is left to do", run_dir)
@@ -151,8 +152,8 @@ def run_job(composed: DictConfig, start: Start) -> None:
             resume=str(source.folder) if source else None,
             saves=settings.checkpoint_every is not None or source is not None,
         )
-        start.send(asdict(replace(job, options=as_json(options))), START_S + settings.timeout)
-        stopped = train(job, parts, source, start, data, config)
+        start.exchange(asdict(replace(job, options=as_json(options))), START_S + settings.timeout)
+        stopped = train_job(job, parts, source, start, data, config)
     if stopped:  # by SIGTERM, which ends a sweep too
         sys.exit()
 
@@ -173,18 +174,11 @@ def obtain_data(cfg: DictConfig, dtype: torch.dtype) -> tuple[DictConfig, Data]:
             raise
         note = f"{error}; using {fallback} instead"
     log.warning("pipetrain: %s", note)
-    cfg = with_fallback(cfg)
-    return cfg, replace(load_data(values_of(cfg.data), dtype), note=note)
-
-
-def with_fallback(cfg: DictConfig) -> DictConfig:
-    """Return the configuration with the data set of its `data.fallback`."""
-    cfg = cfg.copy()
-    taken = OmegaConf.load(conf_dir() / "data" / f"{cfg.data.fallback}.yaml")
+    cfg, before = cfg.copy(), cfg.data
+    cfg.data = OmegaConf.load(conf_dir() / "data" / f"{fallback}.yaml")
     for key in CARRIED_OVER:
-        OmegaConf.update(taken, key, cfg.data[key])
-    cfg.data = taken
-    return cfg
+        OmegaConf.update(cfg.data, key, before[key])
+    return cfg, replace(load_data(values_of(cfg.data), dtype), note=note)
 
 
 def cuts_of(source: Source, settings: Settings) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Start:
         self.signals = signals
         self.doing = "start"
         self.trains = Event()
-        self._attempt = this_attempt(world)
+        self.attempt = this_attempt(world)
         self._ranks: Ranks | None = None
 
     @property
@@ -79,29 +79,12 @@ class Start:
             if file := _outliving(_RUN_DIR):
                 file.write_bytes(os.fsencode(run_dir))
 
-    def send_delay(self, delay_s: float) -> None:
-        """On rank 0, which has read the options: let the others wait so much longer for `send`."""
-        self._attempt.send_delay(delay_s)
+    def exchange(self, job: Mapping[str, Any] | None, limit_s: float) -> Any:
+        """Return the job, of JSON, that rank 0 sends to ranks that run the same; None if none is left.
 
-    def await_options(self) -> bool:
-        """On another rank: return whether rank 0 has read its options, and not refused them."""
-        return self._attempt.receive_delay(START_S) is not None
-
-    def send(self, job: Mapping[str, Any], limit_s: float) -> None:
-        """On rank 0: send a job as JSON to the ranks, if all run the same. Raises Refused, ChannelError."""
-        self.doing = "let all ranks start"
-        self._exchange(job, limit_s)
-
-    def receive(self) -> Any:
-        """On another rank: return the next job, None if there is none. Raises Refused, ChannelError."""
-        return self._exchange(None, START_S + (self._attempt.receive_delay(START_S) or 0.0))
-
-    def end(self, limit_s: float = START_S) -> None:
-        """On rank 0: send that no job is left, if the others wait for one. Raises ChannelError."""
-        if not (self.prints or self.trains.is_set()):  # after a training that is no sweep's they leave
-            self._exchange(None, limit_s)
-
-    def _exchange(self, job: Mapping[str, Any] | None, limit_s: float) -> Any:
+        Raises Refused and ChannelError.
+        """
+        self.doing = "let all ranks start" if job else self.doing
         ranks = self._meet(limit_s)
         ranks.barrier_or_raise("start", limit_s=limit_s)
         job = ranks.broadcast("what they need to start", job)
@@ -109,6 +92,11 @@ class Start:
             same = {"pipetrain": code_fingerprint(), "command line": self.words}
             compare_ranks(ranks, "what they have to start", same)
         return job
+
+    def end(self, limit_s: float = START_S) -> None:
+        """On rank 0: send that no job is left, if the others wait for one. Raises ChannelError."""
+        if not (self.prints or self.trains.is_set()):  # after a training that is no sweep's they leave
+            self.exchange(None, limit_s)
 
     def synchronize(self, doing: str, same: Mapping[str, Any] | None = None) -> None:
         """Wait until all ranks have come with the `same`. Raises Refused, ChannelError."""
@@ -142,10 +130,11 @@ class Start:
     def _meet(self, limit_s: float) -> Ranks:
         """Return the ranks once all have come for the first time. Raises ChannelError."""
         if self._ranks is None:
-            store, several = self._attempt.meet(limit_s), self.world.size > 1
-            if several:
+            store, group = self.attempt.meet(limit_s), None
+            if self.world.size > 1:
                 make_group(self.world, store, timedelta(seconds=limit_s))
-            self._ranks = Ranks(self.world, limit_s, dist.group.WORLD if several else None)
+                group = dist.group.WORLD
+            self._ranks = Ranks(self.world, limit_s, group)
         return self._ranks
 
 
@@ -192,17 +181,14 @@ def refuse_unnamed(options: Any, words: Sequence[str]) -> None:
         flag, _, value = word.partition("=")
         folders += [Path(value or after)] if flag in ("--config-dir", "-cd") else []
     files = [path for folder in folders for path in (*folder.glob("*.yaml"), *folder.glob("*/*.yaml"))]
-    named = {name for text in (*words, *(file.read_text() for file in files)) for name in _names(text)}
+    texts = *words, *(file.read_text() for file in files)
+    named = {name for text in texts for name in re.findall(r"[\w.]+", text)}
     for target in _targets(options):
         if target not in named:
             raise ConfigError(
                 f"rank 0 has {target} as a _target_, which neither the command line nor the files of "
                 f"{' and '.join(map(str, folders))} name on this rank: write it out there"
             )
-
-
-def _names(text: str) -> list[str]:
-    return re.findall(r"[\w.]+", text)
 
 
 def _targets(options: Any) -> Iterator[str]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipetrain.checkpoint.resume import read_source
-from pipetrain.commands.job import Job, Parts, train
+from pipetrain.commands.job import Job, Parts, train_job
 from pipetrain.commands.start import Start, from_json, refuse_unnamed
 from pipetrain.errors import ChannelError, ConfigError, Refused
 from pipetrain.exit import FAILED, REFUSED, guarded, leave
@@ -52,12 +52,13 @@ def run_command(world: World, signals: Signals) -> int:
 
 def follow(start: Start) -> int:
     """Run the jobs that rank 0 sends; return the exit status."""
-    if start.await_options():
+    if start.attempt.receive_delay(START_S) is not None:
         importlib.import_module("torch._dynamo")  # needed for planning; takes a second while rank 0 works
     refused = swept = False
     while True:
         try:
-            if (received := start.receive()) is None:
+            limit_s = START_S + (start.attempt.receive_delay(START_S) or 0.0)
+            if (received := start.exchange(None, limit_s)) is None:
                 return REFUSED * refused
             job = read_as(Job, received, "what rank 0 sends")
             job, swept = replace(job, options=from_json(job.options)), job.swept
@@ -67,7 +68,7 @@ def follow(start: Start) -> int:
             source = None if job.resume is None else read_source(Path(job.resume))
             if job.saves:
                 folder.require_shared(Path(job.run_dir))
-            if train(job, parts, source, start) or not swept:
+            if train_job(job, parts, source, start) or not swept:
                 return REFUSED * refused
         except (ConfigError, ScheduleError) as error:
             refusal = start.as_refused(error, START_S)

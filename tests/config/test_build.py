@@ -182,7 +182,7 @@ def test_a_group_without_a_target_is_refused(group):
         (
             "task",
             ["task._target_=builtins.dict", "~task.label_smoothing"],
-            "task must be a pipetrain.tasks.T",
+            "task must be a pipetrain.tasks.task.T",
         ),
         (
             "task",
