@@ -10,35 +10,27 @@ from __future__ import annotations
 
 import shutil
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from pipetrain.checkpoint.epoch_record import Progress, best_update
+from pipetrain.checkpoint.epoch_record import best_update
 from pipetrain.checkpoint.files import (
     CHECKPOINTS,
     PARTIAL,
     Manifest,
     PartFile,
-    Position,
     folder_name,
     prune,
     publish,
     remove_unfinished,
     write_part,
 )
-from pipetrain.checkpoint.rank_state import snapshot
 from pipetrain.errors import ChannelError, TrainingStopped
 from pipetrain.runtime.comm.collectives import Ranks
-from pipetrain.runtime.comm.process_groups import ProcessGroups
-from pipetrain.runtime.session import Session
-from pipetrain.schedule.timeline import StageStats
 
 POLL_S = 0.05
 TURN_S = 0.5
@@ -134,25 +126,3 @@ class Writer:
             best = best_update(manifest.progress.history)
             prune(final, self._keep, None if best is None else folder_name(best))
         return final
-
-
-def save_now(
-    folder: Path,
-    session: Session,
-    groups: ProcessGroups,
-    conditions: Mapping[str, Any],
-    config: Mapping[str, Any],
-    keep: int | None,
-) -> Path:
-    """Write a checkpoint of stages between two windows; return its folder.
-
-    All ranks must call it. Raises TrainingStopped on all if one of them cannot write.
-    """
-    run: str = groups.broadcast("the name of what is saved", uuid.uuid4().hex)
-    position = Position(update=session.updates)
-    progress = Progress(stages={stage: StageStats() for stage in range(session.plan.stages)})
-    writer = Writer(folder, groups, keep)
-    manifest = Manifest(run, position, conditions, session.plan.pipeline, config, progress)
-    writing = writer.save(manifest, partial(snapshot, session, groups, {}))
-    writer.close()
-    return writing.result()

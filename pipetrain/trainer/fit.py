@@ -21,7 +21,6 @@ from pipetrain.checkpoint.resume import (
     read_source,
     refuse_finished,
     refuse_other,
-    transformers_config,
 )
 from pipetrain.checkpoint.writer import Writer
 from pipetrain.config.settings import Settings
@@ -292,13 +291,11 @@ def _checkpoints(run: Run, training: Training, run_folder: RunFolder) -> Checkpo
             records = [METRICS, UPDATES, SUMMARY]
             folder.clear(path, records if done == about.updates else [*records, TRACE, RAN])
             log.info("pipetrain: going on from %s, after update %d", source.folder, seen)
-    model_config, seed = transformers_config(training.request.model), run.session.engine.seed
-    config = {"seed": seed, **model_config, **run_folder.config}
     return Checkpoints(
         run,
         Writer(path, training.groups, settings.checkpoint_keep),
         Signals(training.rank, run_folder.saved_so_far),
-        Manifest(run_folder.run, Position(), conditions, pipeline, config),
+        Manifest(run_folder.run, Position(), conditions, pipeline, {**training.config, **run_folder.config}),
         settings.checkpoint_every,
         settings.checkpoint_unit,
         seen,

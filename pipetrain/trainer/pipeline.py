@@ -13,8 +13,10 @@ from __future__ import annotations
 import logging
 import math
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
@@ -24,13 +26,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipetrain.checkpoint.rank_state import StatefulPart, parts_of
-from pipetrain.checkpoint.resume import (
-    read_source,
-    saved_in,
-    transformers_config,
-)
-from pipetrain.checkpoint.writer import save_now
+from pipetrain.checkpoint.epoch_record import Progress
+from pipetrain.checkpoint.files import Manifest, Position
+from pipetrain.checkpoint.rank_state import StatefulPart, parts_of, snapshot
+from pipetrain.checkpoint.resume import read_source, saved_in
+from pipetrain.checkpoint.writer import Writer
 from pipetrain.config.build import Optim
 from pipetrain.config.choices import conf_dir, names_of
 from pipetrain.config.placement import spans
@@ -47,6 +47,7 @@ from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.schedule.actions import Schedule
 from pipetrain.schedule.draw import counted
+from pipetrain.schedule.timeline import StageStats
 from pipetrain.signals import Stopping
 from pipetrain.tasks import LossFunction, Metric, Task
 from pipetrain.tasks.metrics import MetricFunction
@@ -305,12 +306,19 @@ class Pipeline:
         """
         keep = COUNT.read("keep", keep, null=True)
         path, training = PATH.read("folder", folder).expanduser().absolute(), self._training
-        session = training.begun
+        session, groups = training.begun, training.groups
         with training.guard():
             session.engine.synchronize()
-        config = {"seed": session.engine.seed, **transformers_config(training.request.model)}
         with training.whole.stages_in_place():
-            return save_now(path, session, training.groups, training.conditions, config, keep)
+            run = groups.broadcast("the name of what is saved", uuid.uuid4().hex)
+            progress = Progress(stages={stage: StageStats() for stage in range(session.plan.stages)})
+            at = Position(update=session.updates)
+            pipeline = session.plan.pipeline
+            manifest = Manifest(run, at, training.conditions, pipeline, training.config, progress)
+            writer = Writer(path, groups, keep)
+            writing = writer.save(manifest, partial(snapshot, session, groups, {}))
+            writer.close()
+        return writing.result()
 
     def load(self, folder: str | Path) -> None:
         """Go on from the newest checkpoint under a folder, or this one; of any cuts and schedule.
@@ -324,15 +332,13 @@ class Pipeline:
         path = PATH.read("folder", folder)
 
         def find() -> str | None:
-            found = saved_in(path)
-            if found is None:
+            source = saved_in(path)
+            if source is None:
                 log.warning("pipetrain: %s has no whole checkpoint, so nothing is loaded", path)
-            return str(found.folder) if found else None
+            return str(source.folder) if source else None
 
-        newest = training.guard.on_first("the checkpoint to load", find)
-        if newest is None:
-            return
-        training.restore(read_source(Path(newest)))
+        if newest := training.guard.on_first("the checkpoint to load", find):
+            training.restore(read_source(Path(newest)))
 
     def dcp(self) -> dict[str, StatefulPart]:
         """Return what torch.distributed.checkpoint saves and loads: `dcp.save(pipe.dcp(), checkpoint_id=)`.

@@ -56,10 +56,10 @@ def plan_for(
     Return also the form of batches, and why microbatches would train otherwise than a batch. `values`: with
     which the weights begin. `samples`: the sizes of all batches; None: others may come.
     """
-    known = guard.on_first("the first batch", partial(_facts_of, reader))
-    if known is None:
+    facts = guard.on_first("the first batch", partial(_facts_of, reader))
+    if facts is None:
         raise of_all(ConfigError(NO_BATCH), guard.groups.world.rank)
-    data, batch, smallest = known
+    data, batch, smallest = facts
     form, size = Form.from_json(data), Size.from_json(batch)
     if samples is None:
         settings = settings.fitted_to(size)
@@ -100,15 +100,15 @@ def _facts_of(reader: Any) -> list[Any] | None:
 
 def _with_whole_numbers(reader: Any, inputs: ValueSpec, size: Size, guard: CollectiveGuard) -> ValueSpec:
     """Return the inputs with the whole numbers of the first batch, on which sizes may depend."""
-    known: dict[int, Tensor] = {}
+    values: dict[int, Tensor] = {}
     for number, spec in enumerate(inputs.of(size).specs):
         if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
-            known[number] = torch.zeros(spec.shape, dtype=spec.dtype)
+            tensor = values[number] = torch.zeros(spec.shape, dtype=spec.dtype)
             if first := reader and reader.first():
-                known[number].copy_(as_tuple(first[0])[number][: len(known[number])])
+                tensor.copy_(as_tuple(first[0])[number][: len(tensor)])
             with guard():
-                guard.groups.broadcast_tensor("the first batch", known[number])
-    return replace(inputs, known=known)
+                guard.groups.broadcast_tensor("the first batch", tensor)
+    return replace(inputs, known=values)
 
 
 def _plan(

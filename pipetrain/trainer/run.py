@@ -42,6 +42,7 @@ class Run:
     def __init__(self, session: Session, guard: CollectiveGuard, about: About, data: EpochData) -> None:
         self.session, self.groups, self.about = session, guard.groups, about
         self._guard, self.data = guard, data
+        self._last_ranks = session.plan.placement[-1]
         self.position = Position(update=session.updates)
         self.again = self.position.update > 0
         self.history: list[EpochRecord] = []
@@ -95,8 +96,8 @@ class Run:
     def _count_from(self, trained: Tally) -> None:
         """Let the first rank of the last stage go on from what all have counted, as after a resume."""
         if last := self.session.last:
-            mine = trained if self.session.is_leader(self.session.plan.stages - 1) else Tally()
-            last.counts.trained.restore(mine, last.device)
+            counts = trained if self.session.is_leader(self.session.plan.stages - 1) else Tally()
+            last.counts.trained.restore(counts, last.device)
 
     # The loop of fit
 
@@ -172,8 +173,8 @@ class Run:
         """Return what a checkpoint keeps of the run, alike on all ranks, and tensors of rank 0."""
         last = self.session.last
         trained = last.peek_trained() if last else Tally()
-        mine = RankRecord(self.session.engine.stats, trained, self._losses)
-        ranks = self._gather("what is known of the epoch", mine)
+        record = RankRecord(self.session.engine.stats, trained, self._losses)
+        ranks = RankRecords.gather(self.groups, "what is known of the epoch", record, self._last_ranks)
         self._count_from(ranks.trained)
         progress = Progress(
             self.history,
@@ -186,10 +187,6 @@ class Run:
         rates = {RATES: torch.tensor(self._rates, dtype=torch.float64)}
         return progress, {} if self.groups.world.rank else rates
 
-    def _gather(self, what: str, mine: RankRecord) -> RankRecords:
-        """Return each rank's record. Raises ChannelError."""
-        return RankRecords.gather(self.groups, what, mine, self.session.plan.placement[-1])
-
     def _record_epoch(self) -> RankRecords:
         """Add the record of the epoch to the history; return what it was made of, from all ranks.
 
@@ -199,8 +196,9 @@ class Run:
         train_s, eval_s = self._trained_at - self._began, time.perf_counter() - self._trained_at
         trained, evaluated = (last.peek_trained(), last.take_evaluated()) if last else (Tally(), Tally())
         stats, peak_bytes, self._peak_bytes = self.session.engine.stats, self._peak_bytes, None
-        mine = RankRecord(stats, trained, self._losses, evaluated, train_s, eval_s, peak_bytes)
-        ranks = self._gather(f"the figures of epoch {position.epoch + 1}", mine)
+        own_record = RankRecord(stats, trained, self._losses, evaluated, train_s, eval_s, peak_bytes)
+        what = f"the figures of epoch {position.epoch + 1}"
+        ranks = RankRecords.gather(self.groups, what, own_record, self._last_ranks)
         trained, evaluated = ranks.trained, ranks.evaluated
         if about.evaluates and about.settings.on_nan == "stop" and math.isnan(evaluated.mean_loss):
             raise TrainingStopped(

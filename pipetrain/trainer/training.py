@@ -10,11 +10,19 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pipetrain.checkpoint.rank_state import restore, restore_random
-from pipetrain.checkpoint.resume import Source, open_weights, refuse_other, tensors_of, weights_of
+from pipetrain.checkpoint.resume import (
+    Source,
+    open_weights,
+    refuse_other,
+    tensors_of,
+    transformers_config,
+    weights_of,
+)
 from pipetrain.config.parameter_groups import title
 from pipetrain.config.settings import AUTO
 from pipetrain.data.reader import Form, Loader, NamedTargets, Reader
@@ -101,6 +109,11 @@ class Training:
         if self.session is None:
             raise ConfigError("the plan is made with the first batch: give Pipeline sample=(inputs, targets)")
         return self.session
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What a checkpoint has for information: the seed, and what `from_pretrained` needs."""
+        return {"seed": self.begun.engine.seed, **transformers_config(self.request.model)}
 
     @property
     def updates(self) -> int:
@@ -192,19 +205,19 @@ class Training:
     def values(self, what: str, take: Callable[[Stage], Tally], **more: float) -> dict[str, float]:
         """Return what the last stage has counted, and `more` of its first rank, on every rank."""
         with self.guard():
-            mine = self.take(take)
-            received = self.groups.gather(what, mine and [asdict(mine), more])
+            counted = self.take(take)
+            received = self.groups.gather(what, counted and [asdict(counted), more])
         (tallies, (more, *_)) = zip(*(received[rank] for rank in self.begun.plan.placement[-1]), strict=True)
-        tally = summed([read_as(Tally, one, what) for one in tallies])
+        tally = summed([read_as(Tally, data, what) for data in tallies])
         return {"loss": tally.mean_loss, **self.request.task.values(tally), **more}
 
     def note_metrics(self, metrics: dict[str, float]) -> None:
         """Keep what a pass that was trained has counted."""
         self.metrics = metrics
 
-    def note_stop(self, asked: bool) -> None:
+    def note_stop(self, stopping: bool) -> None:
         """Keep whether a rank is asked to stop, as all know since the last window."""
-        self.stopping = asked
+        self.stopping = stopping
 
     def take(self, count: Callable[[Stage], Tally]) -> Tally | None:
         """Return and reset this rank's tally of the last stage; None if others hold it."""

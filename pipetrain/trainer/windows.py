@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pipetrain.data.reader import BadBatch, too_small
@@ -127,9 +127,9 @@ class WindowWord:
     windows: list[list[Size]] | None
     failure: Failure | None
     error: Exception | None
-    losses: list[float]
-    rates: list[float]
-    request: StopRequest
+    losses: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    request: StopRequest = ""
 
 
 class _Cursor:
@@ -251,24 +251,22 @@ class Windows:
                 losses = last.counts.take_losses() if reports and last else []
             rates = self._session.take_learning_rates() if reports else []
             request = self._requests.take() if reports and self._requests else ""
-            mine = [_as_json(windows), failure_of(error), losses, rates, request]
-            words = self._groups.gather(f"the next window of {cursor.of.what}", mine)
-        sizes, failure, *_ = words[0]
+            word = [_as_json(windows), failure_of(error), losses, rates, request]
+            words = self._groups.gather(f"the next window of {cursor.of.what}", word)
         parts = [words[rank][2] for rank in self._session.plan.placement[-1]]
         losses = [*map(sum, zip(*parts, strict=True))]  # each replica has its share
         rates = next((received for *_, received, _ in words if received), [])
         request = max((request for *_, request in words), key=ORDER.index)
-        return WindowWord(_from_json(sizes), failure, error, losses, rates, request)
+        return WindowWord(_from_json(words[0][0]), words[0][1], error, losses, rates, request)
 
     def _announce(self, cursor: _Cursor) -> WindowWord:
         """Let rank 0 say which batches come next, and begin with them without waiting for the others."""
         windows, error = self._read(cursor)
         with self._guard():
-            mine = [_as_json(windows), failure_of(error)]
             what = f"the next window of {cursor.of.what}"
-            refused = any(self._too_small(cursor.of, sizes) for sizes in windows or ())
-            sizes, failure = self._groups.broadcast_nowait(what, mine, ends=refused or not windows)
-        return WindowWord(_from_json(sizes), failure, error, [], [], "")
+            ends = not windows or any(self._too_small(cursor.of, sizes) for sizes in windows)
+            sizes, failure = self._groups.broadcast_nowait(what, [_as_json(windows), failure_of(error)], ends=ends)
+        return WindowWord(_from_json(sizes), failure, error)
 
     def _read(self, cursor: _Cursor) -> tuple[list[list[Size]] | None, Exception | None]:
         """Read the next windows on rank 0; return also the error of it."""
