@@ -31,12 +31,11 @@ from pipetrain.runtime.comm.collectives import Ranks, World
 from pipetrain.runtime.comm.rendezvous import SILENCE_S, START_S, make_group, this_attempt
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.signals import Signals
-from pipetrain.targets import Unresolved
 
 REFUSED_S = 5.0  # for the others to receive rank 0's refusal; torchrun ends those that come later
 _RUN_DIR = "pipetrain_run_dir"
 _PRINTING = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
-_PAIRS, _WHY = "_pairs_", "_unresolved_"
+_PAIRS = "_pairs_"
 
 log = logging.getLogger("pipetrain")
 
@@ -149,8 +148,6 @@ def _outliving(name: str) -> Path | None:
 
 def as_json(value: Any) -> Any:
     """Return the values of a configuration as JSON can hold them, with keys that are no texts."""
-    if isinstance(value, Unresolved):
-        return {_WHY: value.why}
     if isinstance(value, list):
         return [as_json(item) for item in value]
     if not isinstance(value, Mapping):
@@ -166,8 +163,6 @@ def from_json(value: Any) -> Any:
         return [from_json(item) for item in value]
     if not isinstance(value, Mapping):
         return value
-    if value.keys() == {_WHY}:
-        return Unresolved(value[_WHY])
     return {key: from_json(item) for key, item in value.get(_PAIRS, value.items())}
 
 

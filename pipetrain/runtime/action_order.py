@@ -35,17 +35,13 @@ from pipetrain.schedule.stop_points import StopPoints, stop_points_in
 
 SHORT = 2  # batches in which a window does all that it ever does, such as keeping an old version
 
-StopCheck = Callable[[int, int], bool]
-"""(batches, begun) -> whether the window, `begun` of whose batches have begun, ends after `batches`.
-
-Every rank calls it with the same numbers of batches, in order."""
-
 
 class Order:
     """A program's list of actions of one rank in one window, of `batches` batches. For single use.
 
-    `home`: returns the rank that runs a (stage, microbatch). `stop_check` may end the window early; it is
-    asked at `stop_points`. `posts`: where receives and sums are posted, see `make_posts`; without, where they
+    `home`: returns the rank that runs a (stage, microbatch). `stop_check` may end the window early: at
+    `stop_points` every rank calls it, in order, with the same batches after which it might end, and with how
+    many have begun. `posts`: where receives and sums are posted, see `make_posts`; without, where they
     are waited for.
     """
 
@@ -59,7 +55,7 @@ class Order:
         home: Callable[[int, int], int],
         batches: int = 1,
         microbatches: int = 1,
-        stop_check: StopCheck | None = None,
+        stop_check: Callable[[int, int], bool] | None = None,
         stop_points: StopPoints | None = None,
         posts: Sequence[Post] = (),
     ) -> None:
@@ -154,7 +150,7 @@ class DecidedOrder(Order):
         home: Callable[[int, int], int],
         batches: int,
         microbatches: int,
-        stop_check: StopCheck | None,
+        stop_check: Callable[[int, int], bool] | None,
         policy: ForwardBackward,
         stages: int,
         routes: Sequence[Edge],
@@ -195,7 +191,11 @@ class DecidedOrder(Order):
 
 
 def order_of(
-    plan: Plan, batches: int, rank: int, stop_check: StopCheck | None = None, trains: bool = True
+    plan: Plan,
+    batches: int,
+    rank: int,
+    stop_check: Callable[[int, int], bool] | None = None,
+    trains: bool = True,
 ) -> Order:
     """Return the actions of a rank in a window of `batches` batches, of training or else of evaluation."""
     window = plan.training(batches) if trains else plan.evaluation(batches)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from pipetrain.model.network import Tensors
 from pipetrain.model.specs import Size
-from pipetrain.runtime.action_order import StopCheck
 from pipetrain.runtime.stage.memory_meter import PeakBytes
 from pipetrain.schedule.timeline import Row
 
@@ -22,7 +21,7 @@ class WindowWatch:
     """
 
     progress: tuple[Callable[[], None], ...] = ()
-    stop_check: StopCheck | None = None
+    stop_check: Callable[[int, int], bool] | None = None
     times: bool = False
     memory: bool = False
 

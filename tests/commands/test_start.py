@@ -21,7 +21,6 @@ from pipetrain.commands.start import Start, as_json, from_json, refuse_few_layer
 from pipetrain.errors import ChannelError, ConfigError, Refused
 from pipetrain.runtime.comm.collectives import World
 from pipetrain.signals import Signals
-from pipetrain.targets import Unresolved
 from tests.support.cases import options_of
 from tests.support.processes import DEADLINE_S, SMALL, ended, lines_of, running
 
@@ -115,7 +114,6 @@ def test_more_stages_than_layers_are_refused_by_the_configuration_alone():
 
 def test_options_travel_as_json_with_any_keys_and_what_refers_to_nothing():
     options = options_of(["experiment=gpt", "+model.by={2: a, true: [{2.5: inf}], x: {}}", "warmup=0.25"])
-    options["gone"] = [Unresolved("gone")]
     assert from_json(json.loads(json.dumps(as_json(options)))) == options
     assert json.loads(json.dumps(options["data"])) == options["data"]
 
