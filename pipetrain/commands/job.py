@@ -21,9 +21,9 @@ from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.device import choose_device
 from pipetrain.schedule.actions import Schedule
 from pipetrain.tasks import Task
-from pipetrain.trainer.epoch_data import EpochData
 from pipetrain.trainer.fit import train_epochs
 from pipetrain.trainer.pipeline import Pipeline
+from pipetrain.trainer.run import EpochData
 
 
 @dataclass(frozen=True, slots=True)

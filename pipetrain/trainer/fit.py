@@ -28,7 +28,7 @@ from pipetrain.data.loader_facts import has_length
 from pipetrain.data.reader import Loader, refuse_loader
 from pipetrain.data.splits import DataFacts
 from pipetrain.errors import ChannelError, ConfigError, of_all
-from pipetrain.exit import brief, terminate
+from pipetrain.exit import brief
 from pipetrain.plan.memory_fit import gpu_bytes
 from pipetrain.plan.window_schedule import WindowSchedule
 from pipetrain.records import run_folder as folder
@@ -37,11 +37,10 @@ from pipetrain.records.recorder import Recorder
 from pipetrain.records.run_folder import METRICS, RAN, SUMMARY, TRACE, UPDATES, RunFolder
 from pipetrain.records.trackers import check_loggers, read_loggers
 from pipetrain.rules import COUNT, PATH
-from pipetrain.signals import Signals, name_of, status_after
-from pipetrain.trainer.epoch_data import EpochData
+from pipetrain.signals import Signals
 from pipetrain.trainer.listeners import Checkpoints, listeners_of
 from pipetrain.trainer.pipeline import Pipeline
-from pipetrain.trainer.run import Run
+from pipetrain.trainer.run import EpochData, Run
 from pipetrain.trainer.training import Training
 from pipetrain.trainer.window_stop import LOST, WindowStop
 
@@ -205,7 +204,7 @@ def train_epochs(
             with data.source.used():
                 run.restore(data.source)
         ready()
-        with _saving(checkpoints):
+        with checkpoints.saving() if checkpoints else nullcontext():
             listeners = listeners_of(run, recorder, after_epoch, stop, checkpoints)
             looks = (checkpoints.signals, checkpoints.look_every) if checkpoints else ()
             run.begin(listeners, *looks)
@@ -254,25 +253,6 @@ def _about(training: Training, data: EpochData, settings: Settings, facts: DataF
         for length in set(schedule.lengths(about.batches_of(epoch), done, update)):
             plan.training(length)
     return about
-
-
-@contextmanager
-def _saving(checkpoints: Checkpoints | None) -> Iterator[None]:
-    """Run epochs of which checkpoints are saved; say what is saved where another rank has left."""
-    if checkpoints is None:
-        yield
-        return
-    signals = checkpoints.signals
-    try:
-        with signals.losing():
-            yield
-    except ChannelError as error:
-        if signals.saved and (by := signals.stopped_by):  # another rank has left
-            terminate(f"{error}, after {name_of(by)}; {signals.saved()}", status_after(by))
-        raise
-    finally:
-        signals.drained.set()
-        checkpoints.writer.leave()
 
 
 def _checkpoints(run: Run, training: Training, run_folder: RunFolder) -> Checkpoints:

@@ -6,8 +6,9 @@ All ranks have the same listeners in the same order, as some of them gather what
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,18 +17,18 @@ from pipetrain.checkpoint.epoch_record import EpochRecord, best_epoch
 from pipetrain.checkpoint.files import Manifest
 from pipetrain.checkpoint.rank_state import snapshot
 from pipetrain.checkpoint.writer import Writer
-from pipetrain.errors import TrainingStopped
+from pipetrain.errors import ChannelError, TrainingStopped
+from pipetrain.exit import terminate
 from pipetrain.model.specs import Size
-from pipetrain.records.history import About
+from pipetrain.records.history import About, RankRecords
 from pipetrain.records.progress_bar import Bar
-from pipetrain.records.rank_records import RankRecords
 from pipetrain.records.recorder import Recorder
 from pipetrain.records.tracer import Tracer
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.window_run import UNWATCHED, WindowWatch
 from pipetrain.schedule.actions import Action, Op, parse_action
 from pipetrain.schedule.check import check
-from pipetrain.signals import STOPS, Signals
+from pipetrain.signals import STOPS, Signals, name_of, status_after
 from pipetrain.trainer.run import Run
 from pipetrain.trainer.window_stop import WindowStop
 from pipetrain.trainer.windows import Listener, Pass, WindowResult
@@ -215,6 +216,20 @@ class Checkpoints(Listener):
     def close(self) -> None:
         self.signals.drained.set()
         self.writer.close()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Run epochs; say what is saved where another rank has left."""
+        try:
+            with self.signals.losing():
+                yield
+        except ChannelError as error:
+            if self.signals.saved and (by := self.signals.stopped_by):
+                terminate(f"{error}, after {name_of(by)}; {self.signals.saved()}", status_after(by))
+            raise
+        finally:
+            self.signals.drained.set()
+            self.writer.leave()
 
     def _due(self, surely: bool = False) -> bool:
         """Return whether to save, `surely` if at all; called once per window."""

@@ -19,7 +19,7 @@ from pipetrain.data.reader import BadBatch, too_small
 from pipetrain.errors import ConfigError, of_all
 from pipetrain.model.specs import Size
 from pipetrain.plan.window_schedule import NONE, WindowSchedule
-from pipetrain.records.rank_records import RankRecords
+from pipetrain.records.history import RankRecords
 from pipetrain.runtime.comm.collective_guard import (
     CollectiveGuard,
     Failure,
@@ -265,7 +265,9 @@ class Windows:
         with self._guard():
             what = f"the next window of {cursor.of.what}"
             ends = not windows or any(self._too_small(cursor.of, sizes) for sizes in windows)
-            sizes, failure = self._groups.broadcast_nowait(what, [_as_json(windows), failure_of(error)], ends=ends)
+            sizes, failure = self._groups.broadcast_nowait(
+                what, [_as_json(windows), failure_of(error)], ends=ends
+            )
         return WindowWord(_from_json(sizes), failure, error)
 
     def _read(self, cursor: _Cursor) -> tuple[list[list[Size]] | None, Exception | None]:

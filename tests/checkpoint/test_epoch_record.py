@@ -1,4 +1,4 @@
-"""What is known of a run: which epoch was the best."""
+"""What is known of a run: which epoch was the best, and what the ranks have of one."""
 
 from __future__ import annotations
 

@@ -75,8 +75,7 @@ TWO_NODES = "--nnodes=2 --rdzv_endpoint=a:1 --nproc-per-node=2"
 def test_processes_and_threads(monkeypatch, words, environment, gpus, arguments, threads):
     started = []
     monkeypatch.setattr(launcher, "start", lambda given: started.append(" ".join(given)) or 7)
-    for of in (settings, launcher):
-        monkeypatch.setattr(of, "cores", lambda: 4)
+    monkeypatch.setattr(settings, "cores", lambda: 4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(os, "environ", dict(environment))
     assert launcher.main(words.split()) == 7

@@ -33,8 +33,8 @@ def alone() -> Start:
 
 
 def test_alone_there_is_nobody_to_tell(alone):
-    alone.send_delay(3.0)
-    alone.send({"run": "a"}, 3.0)
+    alone.attempt.send_delay(3.0)
+    assert alone.exchange({"run": "a"}, 3.0) == {"run": "a"}
     alone.synchronize("get ready", {"data": "a"})
     alone.end()
     assert alone.run_dir is None
@@ -112,8 +112,9 @@ def test_more_stages_than_layers_are_refused_by_the_configuration_alone():
 # The options that rank 0 sends
 
 
-def test_options_travel_as_json_with_any_keys_and_what_refers_to_nothing():
-    options = options_of(["experiment=gpt", "+model.by={2: a, true: [{2.5: inf}], x: {}}", "warmup=0.25"])
+def test_options_travel_as_json_with_any_keys():
+    words = ["experiment=gpt", "+model.by={2: a, true: [{2.5: inf}], x: {}}", "warmup=0.25", "run_dir=here"]
+    options = options_of(words)
     assert from_json(json.loads(json.dumps(as_json(options)))) == options
     assert json.loads(json.dumps(options["data"])) == options["data"]
 

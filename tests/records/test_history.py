@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from pipetrain.records.history import History, epoch_table
+from pipetrain.records.history import History, RankRecord, RankRecords, epoch_table
 from pipetrain.records.stage_table import stage_table
 from pipetrain.runtime.stage.memory_meter import PeakBytes
 from pipetrain.schedule.timeline import StageStats
+from pipetrain.tasks.running_sums import Tally
 from tests.support.cases import Case, make_run
 from tests.support.run_files import figures
 
@@ -69,3 +72,20 @@ def test_a_run_of_which_another_pipeline_made_each_update_has_a_summary():
     assert (summary["epochs"], summary["updates"], summary["straggler"]) == (2, 8, None)
     assert [summary[key] for key in ("bytes_per_epoch", "per_stage")] == [None, []]
     assert len(stage_table([]).splitlines()) == 1
+
+
+def test_the_last_stage_counts_and_replicas_are_one_stage():
+    """Three ranks, of which the last two are replicas: of four microbatches each has run two."""
+    own = [
+        RankRecord({0: StageStats(updates=2, busy_s=4.0)}, Tally(), []),
+        RankRecord({1: StageStats(updates=2, busy_s=3.0)}, Tally(6.0, 2.0, 2), [3.0, 2.0], train_s=5.0),
+        RankRecord(
+            {1: StageStats(updates=2, busy_s=1.0)}, Tally(2.0, 2.0, 2), [3.0, 2.0], Tally(1.0, 4.0, 4)
+        ),
+    ]
+    groups: Any = SimpleNamespace(gather=lambda what, mine: [asdict(one) for one in own])
+    ranks = RankRecords.gather(groups, "the figures", own[0], (1, 2))
+    assert ranks.all == own
+    assert ranks.stages == {0: own[0].stages[0], 1: StageStats(updates=2, busy_s=2.0)}
+    assert (ranks.trained, ranks.evaluated) == (Tally(8.0, 4.0, 4), Tally(1.0, 4.0, 4))
+    assert ranks.losses == [3.0, 2.0]

@@ -27,7 +27,7 @@ from pipetrain.runtime.comm.rendezvous import make_group
 from pipetrain.runtime.mailbox import Coding
 from pipetrain.schedule.actions import ALL
 from pipetrain.trainer import fit
-from pipetrain.trainer.epoch_data import EpochData
+from pipetrain.trainer.run import EpochData
 from tests.support import DEADLINE_S
 from tests.support.cases import Case, Listener, Ran, compare, make_run, options_of_case, state_of
 

@@ -46,7 +46,6 @@ SEEN_IN = {
     "schedule/timeline": "schedule/test_simulate",
     "schedule/waits": "schedule/test_simulate",
     "signals": "whole/test_stops",
-    "trainer/epoch_data": "users/test_fitting",
     "trainer/listeners": "trainer/test_run",
     "trainer/planning": "trainer/test_pipeline",
     "trainer/training": "trainer/test_pipeline",
