@@ -24,7 +24,7 @@ from pipetrain.checkpoint.files import (
 from pipetrain.checkpoint.tensor_files import MODEL, Loaded, NamedTensors, open_plain, read_files
 from pipetrain.errors import ChannelError, ConfigError, TrainingStopped, one_line
 from pipetrain.model.requirements import state_names
-from pipetrain.model.tensor_access import named_tensors
+from pipetrain.model.tensor_places import named_tensors
 from pipetrain.typed_json import DamagedCheckpoint
 
 AUTO = "auto"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.model.requirements import state_names
 from pipetrain.model.specs import specs_of
-from pipetrain.model.tensor_access import named_tensors
+from pipetrain.model.tensor_places import named_tensors
 from pipetrain.typed_json import DamagedCheckpoint, read_as, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

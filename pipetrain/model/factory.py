@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.model.random_numbers import RngSnapshot, seed_of
-from pipetrain.model.tensor_access import named_tensors, on_meta
+from pipetrain.model.tensor_places import named_tensors, on_meta
 from pipetrain.model.trial_tensors import strided
 
 Factory = Callable[[], nn.Module]

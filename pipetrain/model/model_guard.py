@@ -15,7 +15,7 @@ from torch import nn
 from pipetrain.errors import ConfigError
 from pipetrain.model.chain import Chain
 from pipetrain.model.network import Network
-from pipetrain.model.tensor_access import Held, attributes_of
+from pipetrain.model.tensor_places import Held, attributes_of
 
 _REGISTERED = re.compile(r"(?<![^.])_(parameters|buffers|modules)\.(?=[^.]*$)")
 log = logging.getLogger("pipetrain")

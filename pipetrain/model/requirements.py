@@ -16,7 +16,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from pipetrain.errors import ConfigError
 from pipetrain.model.network import Network
 from pipetrain.model.specs import differentiable, name_of
-from pipetrain.model.tensor_access import in_place_of, named_tensors, names_by_id, replace, tensors_in
+from pipetrain.model.tensor_places import in_place_of, named_tensors, names_by_id, replace, tensors_in
 from pipetrain.model.trial_tensors import storage_of
 
 

@@ -25,7 +25,7 @@ from pipetrain.model.packing import state_of
 from pipetrain.model.random_numbers import RngSnapshot
 from pipetrain.model.results import LOSS, Results, add_gradients, difference
 from pipetrain.model.specs import Value, as_tuple, cast_floats, leaves_of, on_each
-from pipetrain.model.tensor_access import Held, attributes_of, named_tensors, places, replace, standing_in
+from pipetrain.model.tensor_places import Held, attributes_of, named_tensors, places, replace, standing_in
 from pipetrain.model.trial_tensors import graph_of
 from pipetrain.plan.cost_estimate import fake_mode
 from pipetrain.plan.plan import Plan

@@ -29,7 +29,7 @@ from pipetrain.model.network import INPUT, Network, Tensors, ValueId, evaluating
 from pipetrain.model.numerics import Numerics
 from pipetrain.model.random_numbers import RngSnapshot
 from pipetrain.model.specs import Packing, Size, TensorSpec, ValueSpec, differentiable, leaves_of, specs_of
-from pipetrain.model.tensor_access import named_tensors, names_by_id, places, standing_in, tensors_in
+from pipetrain.model.tensor_places import named_tensors, names_by_id, places, standing_in, tensors_in
 from pipetrain.model.trial_tensors import graph_of, made_up_samples, storage_of
 from pipetrain.plan.operation_costs import NOTHING, Kept, SavedWatch, Spy
 

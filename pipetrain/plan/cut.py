@@ -18,7 +18,7 @@ from torch import Tensor
 from pipetrain.errors import ConfigError
 from pipetrain.model.network import INPUT, Network, Slice, Tensors, ValueId
 from pipetrain.model.specs import Gradients, Size, TensorSpec, ValueSpec, spec_at
-from pipetrain.model.tensor_access import names_by_id, places, tensors_in
+from pipetrain.model.tensor_places import names_by_id, places, tensors_in
 from pipetrain.plan.cost_estimate import Layer, origin
 from pipetrain.schedule.actions import Edge, Tie
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipetrain.model.random_numbers import RngSnapshot
 from pipetrain.model.specs import Size, as_tuple, repeated_to
-from pipetrain.model.tensor_access import refill, standing_in
+from pipetrain.model.tensor_places import refill, standing_in
 from pipetrain.runtime.comm.channel import Channel
 from pipetrain.runtime.comm.message import Message
 from pipetrain.runtime.mailbox import Mailbox

@@ -18,7 +18,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.model.model_guard import ModelGuard
 from pipetrain.model.network import Network, Values
 from pipetrain.model.requirements import cast_exactly, state_names
-from pipetrain.model.tensor_access import in_place_of, named_tensors, on_meta, replace
+from pipetrain.model.tensor_places import in_place_of, named_tensors, on_meta, replace
 from pipetrain.plan.cut import homes
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.comm.process_groups import ProcessGroups

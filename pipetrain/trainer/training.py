@@ -32,7 +32,7 @@ from pipetrain.model.factory import Initial
 from pipetrain.model.network import Values
 from pipetrain.model.requirements import give_memory, refuse_without_numbers, tensor_attributes
 from pipetrain.model.specs import TensorSpec, ValueSpec
-from pipetrain.model.tensor_access import named_tensors
+from pipetrain.model.tensor_places import named_tensors
 from pipetrain.plan.plan import Samples
 from pipetrain.plan.program import Draft
 from pipetrain.records.progress_bar import Bar

@@ -12,7 +12,7 @@ from torch import nn
 from pipetrain import ConfigError
 from pipetrain.checkpoint.resume import open_weights
 from pipetrain.model.factory import build
-from pipetrain.model.tensor_access import named_tensors
+from pipetrain.model.tensor_places import named_tensors
 
 
 def tied(width: int = 4) -> nn.Sequential:

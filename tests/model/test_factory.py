@@ -16,7 +16,7 @@ from pipetrain import ConfigError
 from pipetrain.model.chain import Chain
 from pipetrain.model.factory import build
 from pipetrain.model.requirements import materialise
-from pipetrain.model.tensor_access import named_tensors
+from pipetrain.model.tensor_places import named_tensors
 from pipetrain.models import gpt
 from tests.support.memory_counter import Live
 

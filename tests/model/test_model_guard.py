@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipetrain.errors import ConfigError
 from pipetrain.model.model_guard import ModelGuard
-from pipetrain.model.tensor_access import named_tensors, on_meta, replace
+from pipetrain.model.tensor_places import named_tensors, on_meta, replace
 from pipetrain.model.tracing.trace import trace
 from pipetrain.model.tracing.traced_network import Traced
 from tests.support.traced_comparison import example

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from pipetrain import ConfigError, Pipeline, ScheduleError, TrainingStopped
 from pipetrain.model.factory import build
-from pipetrain.model.tensor_access import named_tensors
+from pipetrain.model.tensor_places import named_tensors
 from pipetrain.models import gpt
 from pipetrain.runtime.stage.stage_factory import make_stages
 from pipetrain.schedule.actions import format_program

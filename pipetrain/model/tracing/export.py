@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.model.network import evaluating
 from pipetrain.model.specs import Size, ValueSpec
-from pipetrain.model.tensor_access import OTHERS, Held, named_tensors, origin, standing_in
+from pipetrain.model.tensor_places import OTHERS, Held, named_tensors, origin, standing_in
 from pipetrain.model.trial_tensors import graph_of, made_up_samples
 
 SAMPLES = 3  # of a microbatch in the trace, which is valid for any number

@@ -23,7 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves
 
 from pipetrain.errors import ConfigError
 from pipetrain.model.specs import ValueSpec
-from pipetrain.model.tensor_access import names_by_id
+from pipetrain.model.tensor_places import names_by_id
 from pipetrain.model.tracing.export import exported
 from pipetrain.model.trial_tensors import storage_of, strided
 

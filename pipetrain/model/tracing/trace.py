@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from pipetrain.errors import ConfigError
 from pipetrain.model.random_numbers import RngSnapshot
 from pipetrain.model.specs import ValueSpec
-from pipetrain.model.tensor_access import origin, standing_in
+from pipetrain.model.tensor_places import origin, standing_in
 from pipetrain.model.tracing.dataflow import Dataflow
 from pipetrain.model.tracing.export import LIBRARIES, WAY_OUT
 from pipetrain.model.tracing.grouping import Item, group, module_of

@@ -24,7 +24,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from pipetrain.model import random_numbers as draws
 from pipetrain.model.network import INPUT, Network, Part, See, Slice, Tensors, ValueId
 from pipetrain.model.specs import Value, ValueSpec
-from pipetrain.model.tensor_access import named_tensors
+from pipetrain.model.tensor_places import named_tensors
 from pipetrain.model.tracing.dataflow import Dataflow, is_random, is_size
 from pipetrain.model.tracing.export import WAY_OUT, adapted, as_arguments
 from pipetrain.model.tracing.operations import Constant, Input, ModelTensor, Operations, Region

@@ -16,7 +16,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from pipetrain.model.numerics import signed
 from pipetrain.model.specs import differentiable
-from pipetrain.model.tensor_access import places
+from pipetrain.model.tensor_places import places
 
 Copies = list[tuple[Tensor, Tensor]]  # pairs of a buffer and a copy of its earlier values
 

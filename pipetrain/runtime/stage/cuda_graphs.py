@@ -26,7 +26,7 @@ from pipetrain.model.network import Tensors
 from pipetrain.model.numerics import signed
 from pipetrain.model.random_numbers import RngSnapshot
 from pipetrain.model.specs import ValueSpec, as_tuple
-from pipetrain.model.tensor_access import Held, attributes_of
+from pipetrain.model.tensor_places import Held, attributes_of
 from pipetrain.runtime.microbatch_feed import Target
 from pipetrain.runtime.stage.microbatch import WHOLE, Batch, Microbatch, Saving, around
 from pipetrain.runtime.stage.objective import Counted

@@ -33,7 +33,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._pytree import tree_leaves
 
 from pipetrain.model.numerics import numbers_of
-from pipetrain.model.tensor_access import places
+from pipetrain.model.tensor_places import places
 from pipetrain.plan.costs import SMALL_GRADIENT
 from pipetrain.runtime.comm import gradient_buckets
 from pipetrain.schedule.actions import Read

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipetrain.model.tensor_access import Held, attributes_of, places, standing_in
+from pipetrain.model.tensor_places import Held, attributes_of, places, standing_in
 
 
 class Config:
