@@ -8,6 +8,8 @@ from __future__ import annotations
 import atexit
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 SPEAKING_S = 2.0  # that a rank may take to say an error
@@ -75,3 +77,16 @@ def cause_of(error: Exception) -> str:
 def one_line(error: object) -> str:
     """Return the text of an error, or of anything else, as one line."""
     return " ".join(str(error).split())
+
+
+@contextmanager
+def failing(where: str, hint: str = "") -> Iterator[None]:
+    """Raise what fails within, where a user's code may raise anything, as a ConfigError that says where."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        kind = "" if type(error) in (TypeError, ValueError, RuntimeError) else type(error).__name__
+        said = ": ".join(filter(None, (kind, one_line(error)))) or type(error).__name__
+        raise ConfigError(f"{where}: {said}{hint}") from error

@@ -12,10 +12,10 @@ from pipetrain.data.augment import Augment
 from pipetrain.data.sampling import Sampler, loaded
 from pipetrain.data.splits import Data, DataFacts, DataMissing, Draw, Images, Split
 from pipetrain.data.user_data import as_split
-from pipetrain.errors import ConfigError, one_line
+from pipetrain.errors import ConfigError, failing
 from pipetrain.model.specs import TensorSpec, ValueSpec
 from pipetrain.rules import COUNT
-from pipetrain.targets import NotMade, make
+from pipetrain.targets import make
 
 __all__ = [
     "Augment",
@@ -124,15 +124,8 @@ def load_augment(data: Mapping[str, Any]) -> Augment | None:
 def _make(data: Mapping[str, Any], part: str, kind: type[T]) -> T:
     if not isinstance(data[part], Mapping) or "_target_" not in data[part]:
         raise ConfigError(f"data.{part} needs a _target_: the dotted name of what makes it")
-    try:
+    with failing(f"data.{part} cannot be made"):
         result = make(data[part], later=True)()
-    except ConfigError:
-        raise
-    except NotMade as error:
-        raise ConfigError(f"data.{part} cannot be made: {error}") from error
-    except (TypeError, ValueError, OSError) as error:
-        why = error.__cause__ or error
-        raise ConfigError(f"data.{part} cannot be made: {type(why).__name__}: {one_line(why)}") from error
     if not isinstance(result, kind):
         raise ConfigError(
             f"data.{part} must give a pipetrain.data.{kind.__name__}; got {type(result).__name__}"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipetrain.data.augment import draws
 from pipetrain.data.splits import Data, Draw
-from pipetrain.errors import ConfigError, one_line
+from pipetrain.errors import ConfigError, failing
 from pipetrain.rules import COUNT
 
 # torchvision.datasets.folder.IMG_EXTENSIONS
@@ -72,15 +72,12 @@ class ImageFiles:
     def _pixels(self, number: int, row: float, column: float, flip: float) -> NDArray[np.uint8]:
         """Read a file, cropped at a place from 0 (the first) to 1 (the last): uint8 [size, size, 3]."""
         path = self.root / self.files[number]
-        try:
-            with Image.open(path) as image:
-                width, height = image.size
-                side = min(width, height) / _BORDER
-                left, upper = column * (width - side), row * (height - side)
-                box = left, upper, min(left + side, width), min(upper + side, height)
-                pixels = image.convert("RGB").resize((self.size,) * 2, Image.Resampling.BILINEAR, box)
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise ConfigError(f"{path} cannot be read as an image ({one_line(error)})") from error
+        with failing(f"{path} cannot be read as an image"), Image.open(path) as image:
+            width, height = image.size
+            side = min(width, height) / _BORDER
+            left, upper = column * (width - side), row * (height - side)
+            box = left, upper, min(left + side, width), min(upper + side, height)
+            pixels = image.convert("RGB").resize((self.size,) * 2, Image.Resampling.BILINEAR, box)
         if self.flip and flip > 0.5:
             pixels = pixels.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         return np.asarray(pixels)
@@ -119,13 +116,10 @@ def load(
 def _classes(folder: Path) -> dict[str, list[str]]:
     """Return the files of each class, as paths from the folder's parent, both sorted. Raises ConfigError."""
     classes: dict[str, list[str]] = {}
-    try:
-        within = folder.iterdir() if folder.exists() else ()
-        for path in sorted(path for path in within if path.is_dir() and not path.name.startswith(".")):
-            images = (file for file in _files_under(path) if file.suffix.lower() in SUFFIXES)
-            classes[path.name] = sorted(file.relative_to(folder.parent).as_posix() for file in images)
-    except OSError as error:
-        raise ConfigError(f"{error.filename} cannot be listed: {error.strerror}; mend that first") from None
+    within = folder.iterdir() if folder.exists() else ()
+    for path in sorted(path for path in within if path.is_dir() and not path.name.startswith(".")):
+        images = (file for file in _files_under(path) if file.suffix.lower() in SUFFIXES)
+        classes[path.name] = sorted(file.relative_to(folder.parent).as_posix() for file in images)
     empty = next((folder / name for name in classes if not classes[name]), None if classes else folder)
     if empty is not None:
         raise ConfigError(

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipetrain.data.splits import Data, Draw
-from pipetrain.errors import ConfigError, one_line
+from pipetrain.errors import ConfigError, failing
 from pipetrain.rules import COUNT, SHARE
 
 SHAKESPEARE = Path(__file__).with_name("texts") / "shakespeare.txt"  # see README.md there
@@ -121,19 +121,13 @@ def load(
 
 def _tokenizer(path: Path) -> Any:
     """Read a tokenizer.json, without truncation and padding. Raises ConfigError."""
-    try:
+    with failing(
+        "data.tokenizer needs the package tokenizers",
+        "; install 'pipetrain[text]', or train on bytes with data.tokenizer=null",
+    ):
         from tokenizers import Tokenizer
-
+    with failing(f"data.tokenizer={path} is no tokenizer.json of the package tokenizers"):
         coder = Tokenizer.from_file(str(path))
-    except ImportError as error:
-        raise ConfigError(
-            "data.tokenizer needs the package tokenizers: install 'pipetrain[text]', or train on bytes with "
-            "data.tokenizer=null"
-        ) from error
-    except Exception as error:  # the package raises plain Exceptions
-        raise ConfigError(
-            f"data.tokenizer={path} is no tokenizer.json of the package tokenizers: {one_line(error)}"
-        ) from error
     coder.no_truncation()
     coder.no_padding()
     return coder
@@ -149,7 +143,10 @@ def _tokenised(path: Path, tokenizer: Path, coder: Any, dtype: np.dtype[Any], fo
     cached = folder / f"{path.stem}-{hashlib.sha256(digests).hexdigest()[:16]}.{dtype.name}"
     if cached.exists():
         return cached
-    try:
+    with failing(
+        f"{path} cannot be written as tokens to {folder}",
+        "; it must be UTF-8, and data.root a folder with room that can be written",
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         with (
             TemporaryDirectory(prefix=f".{path.stem}-", dir=folder) as temporary,
@@ -161,14 +158,4 @@ def _tokenised(path: Path, tokenizer: Path, coder: Any, dtype: np.dtype[Any], fo
                 file.write(np.array(ids, dtype).tobytes())
             file.flush()
             os.replace(file.name, cached)
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"data.file={path} is not UTF-8, which a tokenizer needs: convert it, or train on its bytes with "
-            "data.tokenizer=null"
-        ) from error
-    except OSError as error:
-        raise ConfigError(
-            f"the tokens of {path} cannot be written to {folder}: {error.strerror}; set data.root to "
-            "a folder that can be written and has room"
-        ) from error
     return cached

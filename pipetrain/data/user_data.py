@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, TensorDataset, default_collate
 from pipetrain.data.augment import draw as draw_words
 from pipetrain.data.augment import key
 from pipetrain.data.splits import Draw, Split, Tensors, checksum
-from pipetrain.errors import ConfigError, one_line
+from pipetrain.errors import ConfigError, failing
 from pipetrain.model.random_numbers import RngSnapshot
 from pipetrain.model.specs import Value, ValueSpec, as_tuple
 
@@ -142,13 +142,11 @@ class DatasetSplit:
 
     def _pair(self, number: int) -> tuple[object, object]:
         what = f"{self._what}: sample {number}"
-        try:
+        with failing(f"{what} cannot be read"):
             item = self._dataset[number]
             if self._columns:
                 inputs, targets = (_selected(item, column) for column in self._columns)
                 return inputs, targets
-        except Exception as error:  # a user's code may raise anything
-            raise ConfigError(f"{what} cannot be read ({type(error).__name__}: {one_line(error)})") from error
         if isinstance(item, tuple | list) and len(item) == 2:
             return item[0], item[1]
         columns = f" of {', '.join(map(str, item))}" if isinstance(item, Mapping) else ""
@@ -158,13 +156,11 @@ class DatasetSplit:
         )
 
     def _value(self, number: int, half: int, part: object) -> Value:
-        try:
+        with failing(
+            f"{self._what}: the {_HALVES[half]} of sample {number} are a {type(part).__name__}, and must be "
+            f"a tensor, a number, a NumPy array or a tuple of these"
+        ):
             return _value(part, self._dtype)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ConfigError(
-                f"{self._what}: the {_HALVES[half]} of sample {number} are a {type(part).__name__}, and must "
-                f"be a tensor, a number, a NumPy array or a tuple of these ({one_line(error)})"
-            ) from error
 
 
 def _selected(item: Any, column: str | Sequence[str] | Mapping[str, str]) -> object:

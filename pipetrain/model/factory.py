@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pipetrain.errors import ConfigError, one_line
+from pipetrain.errors import ConfigError, failing
 from pipetrain.model.random_numbers import RngSnapshot, seed_of
 from pipetrain.model.tensor_places import named_tensors, on_meta
 from pipetrain.model.trial_tensors import strided
@@ -69,23 +69,21 @@ class _Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def run(self, factory: Factory) -> nn.Module:
         hook = register_module_parameter_registration_hook(self._register)
         try:
-            with RngSnapshot().replayed(), self:
+            with (
+                failing(
+                    f"{getattr(factory, '__qualname__', factory)}, called to make the model, failed",
+                    f"; if it needs the numbers of parameters, let it do without, {_WAY_OUT}",
+                ),
+                RngSnapshot().replayed(),
+                self,
+            ):
                 random.seed(self._seed)
                 np.random.seed(self._seed % 2**32)
-                model = factory()
-        except ConfigError:
-            raise
-        except Exception as error:  # a factory may raise anything
-            raise ConfigError(
-                f"{getattr(factory, '__qualname__', factory)}, which was called to make the model, failed: "
-                f"{type(error).__name__}: {one_line(error)}; if it needs the numbers of parameters, let it "
-                f"do without, {_WAY_OUT}"
-            ) from error
+                if not isinstance(model := factory(), nn.Module):
+                    raise TypeError(f"it must return an nn.Module, not {type(model).__name__}")
+                return model
         finally:
             hook.remove()
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"the model's factory must return an nn.Module, not {type(model).__name__}")
-        return model
 
     def key_of(self, tensor: Tensor) -> Key | None:
         return self._keys.get(tensor.untyped_storage())

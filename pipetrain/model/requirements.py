@@ -41,20 +41,19 @@ def _refuse_parameters(model: nn.Module) -> None:
     addresses: dict[object, str] = {}
     for name, parameter in model.named_parameters():
         if type(parameter) is not nn.Parameter:
-            raise ConfigError(
-                f"parameter {name} of the model is a {type(parameter).__name__}, and each weight "
-                f"version would be a plain nn.Parameter: make it one"
+            kind = type(parameter).__name__
+            why = f"is a {kind}, and each weight version would be a plain nn.Parameter: make it one"
+        elif parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            why = (
+                "has a hook, which would not be called: each weight version has a gradient of its own; put "
+                "the hook on the layer's output"
             )
-        address = storage_of(parameter), parameter.storage_offset()
-        if (first := addresses.setdefault(address, name)) != name and parameter.numel():
-            raise ConfigError(
-                f"parameters {first} and {name} of the model share memory: use one nn.Parameter for both"
-            )
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ConfigError(
-                f"parameter {name} of the model has a hook, which would not be called: each weight version "
-                f"has a gradient of its own; put the hook on the layer's output"
-            )
+        else:
+            address = storage_of(parameter), parameter.storage_offset()
+            if (first := addresses.setdefault(address, name)) == name or not parameter.numel():
+                continue
+            why = f"shares memory with {first}: use one nn.Parameter for both"
+        raise ConfigError(f"parameter {name} of the model {why}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("the model has no parameter to train: let one require a gradient")
     state_names(model)

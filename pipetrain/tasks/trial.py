@@ -6,14 +6,14 @@ wrong weights even where the losses of the pieces are alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
-from pipetrain.errors import ConfigError, one_line
+from pipetrain.errors import ConfigError, failing
 from pipetrain.model.network import Network
 from pipetrain.model.random_numbers import RngSnapshot, SameDraws
 from pipetrain.model.results import LOSS, Results, add_gradients, difference
@@ -62,14 +62,14 @@ def try_task(
             )
     of = " + ".join(map(str, specs_of(as_tuple(wanted))))
     where = f"task {task} cannot take the model's {outputs} (layer {layer}) with targets {of}"
-    with _failing(where):
+    with failing(where):
         if isinstance(task, ModelLoss):
             task.loss(given, wanted)
         else:
-            _try_loss(task, given, wanted, microbatches, after_forward)
+            _loss_tried(task, given, wanted, microbatches, after_forward)
     names = ["loss", *(metric.name for metric in task.metrics)]
     for number, metric in enumerate(task.metrics, 1):
-        with _failing(f"metric {metric.name} of {where}"):
+        with failing(f"metric {metric.name} of {where}"):
             if metric.name in names[:number]:
                 raise ValueError(f"two values are named {metric.name}: give them different names")
             whole = metric.sums(given, wanted)
@@ -84,17 +84,6 @@ def try_task(
                     f"function must return a mean over samples; for another figure, such as F1, give a "
                     f"pipetrain.Metric, whose sums() add up and whose value() is computed of them"
                 )
-
-
-@contextmanager
-def _failing(where: str) -> Iterator[None]:
-    """Say what fails in a trial, where a user's function may raise anything, in one sentence."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{where}: {one_line(error) or type(error).__name__}") from error
 
 
 def _made_up(outputs: ValueSpec, targets: Value) -> tuple[Value, Value]:
@@ -134,7 +123,7 @@ def part_of(value: Value, start: int, end: int) -> Value:
     return on_each(value, lambda t: t[start:end] if t.dim() else t)
 
 
-def _try_loss(task: Task, given: Value, wanted: Value, microbatches: int, after_forward: bool) -> None:
+def _loss_tried(task: Task, given: Value, wanted: Value, microbatches: int, after_forward: bool) -> None:
     """Refuse a loss that is not one number, that has weights, or that is no sum over samples."""
     modules = [module for module in vars(task).values() if isinstance(module, nn.Module)]
     for name in [name for of in modules for name, p in of.named_parameters() if p.requires_grad]:

@@ -132,8 +132,14 @@ TOKENS = {"tokenizer": "tokenizer.json"}
         ({"tokenizer": "book.txt"}, "data.tokenizer=book.txt is no tokenizer.json of the package tokenize"),
         (TOKENS | {"vocabulary": 256}, "data.vocabulary is 256, and with tokenizer.json it is 270: set"),
         ({"block": 100}, "book.txt has 1000 tokens, 900 to train on and 100 to test on, but data.block=10"),
-        (TOKENS | {"file": "latin1.txt"}, "data.file=latin1.txt is not UTF-8, which a tokenizer needs"),
-        (TOKENS | {"root": "book.txt"}, "the tokens of book.txt cannot be written to book.txt/texts: Not"),
+        (
+            TOKENS | {"file": "latin1.txt"},
+            "latin1.txt cannot be written as tokens to texts: UnicodeDecode",
+        ),
+        (
+            TOKENS | {"root": "book.txt"},
+            "book.txt cannot be written as tokens to book.txt/texts: NotADi",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_refused_in_one_sentence(

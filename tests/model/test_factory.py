@@ -230,8 +230,8 @@ def another_each_time():
 @pytest.mark.parametrize(
     ("factory", "sentence"),
     [
-        (lambda: 3, "factory must return an nn.Module, not int"),
-        (lambda: Looks(3, 3), "<lambda>, which was called to make the model, failed: .* if it needs"),
+        (lambda: 3, "called to make the model, failed: it must return an nn.Module, not int"),
+        (lambda: Looks(3, 3), "<lambda>, called to make the model, failed: .* if it needs"),
         (another_each_time(), "0.weight of the model has no numbers when .* is called again"),
     ],
 )

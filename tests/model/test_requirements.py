@@ -53,7 +53,7 @@ def taken(model: nn.Module, dtype: torch.dtype | None = torch.float32) -> nn.Mod
     ("model", "says"),
     [
         (subclass(), "parameter 0.weight of the model is a Marked, and each weight version would be a pl"),
-        (shared_memory(), "parameters 0.weight and 1.weight of the model share memory: use one nn.Para"),
+        (shared_memory(), "parameter 1.weight of the model shares memory with 0.weight: use one nn.Para"),
         (nn.Sequential(nn.Linear(2, 2), Extra()), "the model keeps 1._extra_state in its state_dict, which"),
         (parallel(), "1 is a DistributedDataParallel, which adds up gradients by itself: give the module in"),
         (nn.Sequential(), "a model must be an nn.Module, not an empty nn.Sequential"),

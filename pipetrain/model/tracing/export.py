@@ -65,7 +65,6 @@ def adapted(model: nn.Module, example: ValueSpec) -> Iterator[None]:
 
     torch.export does not accept forward(**batch); use_cache=True, the default of Hugging Face, is for
     generation.
-    generation.
     """
     config, own_forward, forward = getattr(model, "config", None), vars(model).get("forward"), model.forward
     caches = getattr(config, "use_cache", None) is True
@@ -188,30 +187,30 @@ def bound(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
 
 
 def _refusal(model: nn.Module, example: ValueSpec, error: Exception) -> ConfigError:
-    text, kind, where = one_line(error), type(error).__name__, _place(error)
+    text, where = one_line(error), _place(error)
     at = f" at {where}" if where else ""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     if any(isinstance(value, PackedSequence) for frame in frames for value in frame.f_locals.values()):
-        return ConfigError(
-            f"the model packs sequences{at}, whose sizes depend on the data: leave them padded, or {WAY_OUT}"
-        )
-    if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException):
-        return ConfigError(
+        why = f"the model packs sequences{at}, whose sizes depend on the data: leave them padded"
+    elif isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException):
+        why = (
             f"the model decides on its data{at}, which cannot be cut into stages: compute both ways and "
-            f"choose by torch.where (for nn.Transformer pass is_causal beside mask), or {WAY_OUT}"
+            f"choose by torch.where (for nn.Transformer pass is_causal beside mask)"
         )
-    if isinstance(error.__cause__ or error.__context__, ConstraintViolationError):
+    elif isinstance(error.__cause__ or error.__context__, ConstraintViolationError):
         limit = re.search(r"batch = Dim\('batch', (min|max)=(\d+)", text)
         other = f" where it has {'fewer' if limit[1] == 'min' else 'more'} than {limit[2]}" if limit else ""
-        return ConfigError(
+        why = (
             f"the forward of {type(model).__name__} depends on the samples of a microbatch{other}, which a "
             f"trace cannot: write no number, len(x), comparison or loop, but x.shape[0] as it is "
-            f"(torch.cdist by compute_mode='donot_use_mm_for_euclid_dist'), or {WAY_OUT}"
+            f"(torch.cdist by compute_mode='donot_use_mm_for_euclid_dist')"
         )
-    return ConfigError(
-        f"the model {type(model).__name__} cannot be traced for {example}{at}: {kind}: "
-        f"{text[:200].rstrip('.')}; {WAY_OUT}"
-    )
+    else:
+        why = (
+            f"the model {type(model).__name__} cannot be traced for {example}{at}: {type(error).__name__}: "
+            f"{text[:200].rstrip('.')}: write it otherwise"
+        )
+    return ConfigError(f"{why}, or {WAY_OUT}")
 
 
 def _place(error: BaseException) -> str:

@@ -96,15 +96,17 @@ def _refuse_outputs(training: Operations, evaluation: Operations) -> None:
             "the model returns something else in evaluation than in training: let it return the same kind "
             "of value in both"
         )
-    if not (outputs := [out for out in training.outputs if isinstance(out, fx.Node)]):
-        raise ConfigError("the model returns no tensor: return what the loss takes")
-    for node in outputs:
-        value = node.meta["val"]
-        if not isinstance(value, Tensor) or free_unbacked_symbols(value):
-            raise ConfigError(
-                f"the model returns {value} ({place_of(node)}), which is no tensor, or one whose size "
-                f"depends on its data: return tensors only, whole, and let the loss choose"
-            )
+    outputs = [(out, out.meta["val"]) for out in training.outputs if isinstance(out, fx.Node)]
+    wrong = [
+        f"{value} ({place_of(node)})"
+        for node, value in outputs
+        if not isinstance(value, Tensor) or free_unbacked_symbols(value)
+    ]
+    if wrong or not outputs:
+        raise ConfigError(
+            f"the model returns {', '.join(wrong) or 'None'}, which is no tensor, or one whose size depends "
+            f"on its data: return tensors only, whole, and let the loss choose"
+        )
 
 
 def _places(trained: Dataflow, evaluated: Dataflow) -> list[int]:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from pipetrain.config.build import Optim
 from pipetrain.config.parameter_groups import Group, groups_of, optimizer_of
-from pipetrain.errors import ConfigError, one_line
+from pipetrain.errors import ConfigError, failing
 from pipetrain.runtime.stage.parameter_store import OptimizerFactory
 
 SIZES = (1.0, 1e4, 1e-2)  # of the trial's gradients, to reveal clipping by a common norm
@@ -83,14 +83,10 @@ def _tried(
     whole, apart = (_like(model, _in_true_shape if true else _small) for _ in range(2))
     small, gradients = dict(_like(model, _small)), _gradients(model)
     middle = len(apart) // 2
-    try:
+    with failing(f"optim cannot be built by {target}"):
         optimizer = _stepped(factory, whole, small, gradients)
         for half in filter(None, (apart[:middle], apart[middle:]) if stages > 1 else ()):
             _stepped(factory, half, small, gradients)
-    except ConfigError:
-        raise
-    except Exception as error:  # a user's class may raise anything
-        raise ConfigError(f"optim cannot be built by {target}: {one_line(error)}") from error
     for group in groups:  # torch ignores options that its optimizer does not have
         unknown = [option for option in group.options if option not in optimizer.defaults]
         if unknown and not group.function:
@@ -139,15 +135,7 @@ def _stepped(
     for size in SIZES:
         for name, weight in named:
             weight.grad = gradients[name] * size
-        try:
-            optimizer.step()
-        except Exception as error:
-            if not _works_with_closure(optimizer):
-                raise
-            raise ConfigError(
-                f"the step of {type(optimizer).__name__} needs a closure, which computes a batch's loss "
-                f"again, and a pipeline has none: choose an optimizer without"
-            ) from error
+        optimizer.step()
         optimizer.zero_grad()
         if any(weight.grad.to_dense().any() for _, weight in named if weight.grad is not None):
             raise ConfigError(
@@ -156,10 +144,3 @@ def _stepped(
                 f"larger batches in more microbatches="
             )
     return optimizer
-
-
-def _works_with_closure(optimizer: Optimizer) -> bool:
-    with suppress(Exception):
-        optimizer.step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value]
-        return True
-    return False

@@ -101,14 +101,14 @@ REFUSED: list[tuple[Forward, str]] = [
     ),
     (lambda self, x: self.layer(x).view(3, 2, 2), r"depends on the samples .*x\.shape\[0\]"),
     (writes_a_parameter, rf"writes layer\.weight in place {HERE}"),
-    (trains_a_constant, "uses scale, a tensor that is trained"),
+    (trains_a_constant, "uses scale, a Tensor that is trained"),
     (draws_in_python, "draws from Python's .*draw by torch"),
     (
         lambda self, x: self.layer(x) + torch.rand(4, generator=torch.Generator()),
-        "makes a Generator when|argument of type: .*Generator",  # before torch 2.13
+        "a Generator that is .* no tensor|argument of type: .*Generator",  # before torch 2.13
     ),
     (has_its_own_backward, "autograd Function Seven, whose backward"),
-    (lambda self, x: None, "returns no tensor: return what the loss takes"),
+    (lambda self, x: None, "returns None, which is no tensor"),
     (lambda self, x: self.layer(x)[x[:, 0] > 0], "the model returns .* whose size depends on its data"),
     (returns_more_in_training, "something else in evaluation"),
     (lambda self, x: self.layer(x[:, :3]), rf"cannot be traced for float32\[4\] {HERE}: .*stays inside one"),
