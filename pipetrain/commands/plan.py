@@ -36,12 +36,12 @@ from pipetrain.errors import ConfigError
 from pipetrain.exit import guarded, unread
 from pipetrain.rules import BOOL, COUNT, PATH, POSITIVE, whole
 from pipetrain.schedule.actions import Placement, ScheduleError, most_open, ranks_of
-from pipetrain.schedule.draw import aligned, counted
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.memory import GIB
 from pipetrain.schedule.policy import ForwardBackward
 from pipetrain.schedule.replicas import spread_program
 from pipetrain.schedule.simulate import SHOWN, simulate, unit_cost
+from pipetrain.schedule.text import aligned, counted
 from pipetrain.schedule.transforms import joined
 from pipetrain.targets import NotMade, make
 

@@ -14,8 +14,8 @@ from pipetrain.errors import ConfigError
 from pipetrain.exit import guarded
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Op
-from pipetrain.schedule.draw import counted
 from pipetrain.schedule.plot import as_stack
+from pipetrain.schedule.text import counted
 from pipetrain.schedule.timeline import Timeline, TracedWindow
 
 TRACE = "trace.json"

@@ -12,7 +12,7 @@ from typing import Any
 from pipetrain.errors import ConfigError
 from pipetrain.rules import COUNT, Rule, index_of, kept
 from pipetrain.schedule.actions import Placement
-from pipetrain.schedule.draw import counted
+from pipetrain.schedule.text import counted
 
 
 def _replicas(key: str, value: Any) -> Any:

@@ -20,9 +20,9 @@ from pipetrain.plan.cost_estimate import Layer
 from pipetrain.plan.costs import Table
 from pipetrain.plan.cut import Cut
 from pipetrain.plan.partition import Choice
-from pipetrain.plan.program import Draft, ProvenWindows, Window
+from pipetrain.plan.program import Draft, VerifiedWindows, Window
 from pipetrain.plan.replica_partition import Way
-from pipetrain.plan.window_schedule import WindowSchedule
+from pipetrain.plan.window_lengths import WindowLengths
 from pipetrain.schedule.actions import Edge, Op, Placement, Tie, asks_for
 from pipetrain.schedule.lower import Link, links
 from pipetrain.schedule.memory import Memory, over_time
@@ -47,8 +47,8 @@ class Plan:
     table: Table  # the costs of the layers for a full microbatch
     cut: Cut
     evaluation_cut: Cut
-    windows: ProvenWindows  # of training, by the number of batches
-    evaluations: ProvenWindows
+    windows: VerifiedWindows  # of training, by the number of batches
+    evaluations: VerifiedWindows
     modes: Sequence[Mode]  # of recomputation, of each stage
     text: Callable[[Plan], str] = field(compare=False, repr=False)  # how it prints
     costs: Costs | None = None  # from a profile
@@ -252,7 +252,7 @@ class Samples:
 
     def windows(self, window: int | None) -> list[int]:
         """Return all lengths of windows, the longest first."""
-        return sorted(set(WindowSchedule(window).lengths(len(self.batches))), reverse=True)
+        return sorted(set(WindowLengths(window).lengths(len(self.batches))), reverse=True)
 
 
 # What is done with a plan before it runs

@@ -1,7 +1,7 @@
 """The programs of a run, and their verification: each is sound, and ends within the channel's bounds.
 
-A Draft is what a schedule determines before the model is known, and is made once. A window of the cut model,
-for training or evaluation, is verified with the plan, or at its first use.
+A Draft is what a schedule determines before the model is known. A window of the cut model, for training or
+evaluation, is verified once: with the plan, or at its first use.
 
 A window is what runs between two drains of the pipeline. Its length comes from the configuration alone.
 """
@@ -36,14 +36,14 @@ from pipetrain.schedule.actions import (
 )
 from pipetrain.schedule.buffer_bounds import edge_bounds, widest
 from pipetrain.schedule.check import check
-from pipetrain.schedule.draw import counted
-from pipetrain.schedule.lower import Lowering, edges, lower
+from pipetrain.schedule.lower import Lowering, lower
 from pipetrain.schedule.policy import ForwardBackward
 from pipetrain.schedule.posting_order import Posts, make_posts
 from pipetrain.schedule.program_file import FixedProgram
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.replicas import spread_program
 from pipetrain.schedule.simulate import SHOWN, Cost, Deadlock, simulate
+from pipetrain.schedule.text import counted
 from pipetrain.schedule.timeline import Bounds, Timeline
 from pipetrain.schedule.transforms import joined, with_delays, with_norms, with_recompute, with_ties
 
@@ -62,7 +62,7 @@ class Window:
     posts: Posts | None = None  # None: the order is decided at run time, and messages are staged
 
 
-class ProvenWindows(dict[int, Window]):
+class VerifiedWindows(dict[int, Window]):
     """The windows of a plan, by their number of batches; `verified` verifies a new one at its first use.
 
     `examples`: the given windows are only examples, which are dropped at the first use.
@@ -72,12 +72,12 @@ class ProvenWindows(dict[int, Window]):
         self, windows: Mapping[int, Window], verify: Callable[[int], Window], examples: bool = False
     ) -> None:
         super().__init__(windows)
-        self._prove = verify
+        self._verify = verify
         self._examples = examples
 
     def verified(self, batches: int) -> Window:
         """Return the window of so many batches. Raises ScheduleError and ConfigError."""
-        window = self.get(batches) or self._prove(batches)
+        window = self.get(batches) or self._verify(batches)
         if self._examples:
             self.clear()
             self._examples = False
@@ -100,7 +100,6 @@ class Draft:
     program: Program
     placement: Placement
     least: int = 1
-    proven: Window | None = field(default=None, compare=False, repr=False)  # see `verify`
 
     @classmethod
     def from_settings(cls, settings: Settings, schedule: Schedule) -> Draft:
@@ -110,6 +109,7 @@ class Draft:
         make = _longest if settings.replicas == AUTO else _compute_only
         program = make(settings, schedule, batches)
         draft = cls(settings, schedule, batches, program, ranks_of(program), least)
+        _refuse_compile(draft)
         _refuse_undecided(draft)
         _refuse_replicas(draft)
         return draft if settings.replicas == AUTO else replace(draft, settings=_with_clipping_decided(draft))
@@ -132,16 +132,6 @@ class Draft:
         """The batches of a window that is typical of an epoch's windows."""
         whole = min(self.settings.window or SHOWN, SHOWN) if self.reads_late else 1
         return max(whole, self.least)
-
-    def verify(self) -> Draft:
-        """Return the draft with a window, verified for stages in a row. Raises ScheduleError, ConfigError."""
-        batches = max(self.least, min(self.settings.window or self.shown, self.batches))
-        return replace(self, proven=verify_window(self, batches, make_program(self, None, batches), None))
-
-    def verified_before(self, program: Program, cut: Cut | None) -> Window | None:
-        """Return the window that `verify` has made, if it is of this program over equal edges."""
-        equal_edges = cut is None or ({*cut.bounds.values()} <= {self.settings.buffer_size} and not cut.ties)
-        return self.proven if equal_edges and self.proven and self.proven.program == program else None
 
 
 def _compute_only(settings: Settings, schedule: Schedule, batches: int, **offered: Any) -> Program:
@@ -181,20 +171,15 @@ def make_program(
     `cut`: None for stages that each send to the next one. `costs`: None if unknown; `recompute`: the stages
     that recompute their forwards. Raises ScheduleError and ConfigError.
     """
-    offered = {"routes": _joins(cut)[0], "recompute": recompute} | ({} if costs is None else {"costs": costs})
-    compute = _compute_only(draft.settings, draft.schedule, batches, **offered)
+    (routes, ties), settings = _joins(cut), draft.settings
+    offered = {"routes": routes, "recompute": recompute} | ({} if costs is None else {"costs": costs})
+    compute = _compute_only(settings, draft.schedule, batches, **offered)
     if "recompute" not in asks_for(draft.schedule):
         compute = with_recompute(compute, recompute)
-    return _completed(draft, compute, cut)
-
-
-def _completed(draft: Draft, compute: Program, cut: Cut | None) -> Program:
-    """Return a compute-only program with its norms, ties and messages."""
-    routes, ties = _joins(cut)
-    compute, correction = joined(compute, routes), draft.settings.correction
+    compute, correction = joined(compute, routes), settings.correction
     if correction.predicts or correction.rates:
-        compute = with_delays(compute, draft.settings.microbatches, correction.predicts, correction.rates)
-    if draft.settings.clip_grad_norm is not None and draft.settings.clip_grad_norm_over == "model":
+        compute = with_delays(compute, settings.microbatches, correction.predicts, correction.rates)
+    if settings.clip_grad_norm is not None and settings.clip_grad_norm_over == "model":
         compute = with_norms(compute)
     return lower(with_ties(compute, ties) if ties else compute, routes)
 
@@ -214,11 +199,11 @@ def verify(
     costs: Cost,
     recompute: Collection[int] = (),
     examples: bool = False,
-) -> tuple[Cut, ProvenWindows, ProvenWindows]:
+) -> tuple[Cut, VerifiedWindows, VerifiedWindows]:
     """Return the cut with the bounds of its edges, the windows of these `lengths`, and those of evaluations.
 
     `evaluated`: the microbatches of an evaluation; `costs`, `recompute`: see `make_program`; `examples`: see
-    ProvenWindows. Raises ScheduleError and ConfigError.
+    VerifiedWindows. Raises ScheduleError and ConfigError.
     """
     make = partial(make_program, draft, cut, costs=costs, recompute=recompute)
 
@@ -228,37 +213,29 @@ def verify(
     evaluation = evaluating(evaluated)
     programs = {batches: _sound(draft, batches, make(batches), cut) for batches in lengths}
     all_programs = [evaluation, *programs.values()]
-    with _explained(draft.settings, any(map(has_norms, all_programs)), cut):
+    with _explained(draft, any(map(has_norms, all_programs)), cut):
         bounds = [
             edge_bounds(lowered, cut.edges, draft.settings.buffer_size, cut.ties) for lowered in all_programs
         ]
         bounded = cut.bounded(widest(bounds))
-        first = {evaluated: _played(draft, evaluated, evaluation, bounded, trains=False)}
-        training = {n: _played(draft, n, program, bounded) for n, program in programs.items()}
+        first = {evaluated: _simulated(draft, evaluated, evaluation, bounded, trains=False)}
+        training = {n: _simulated(draft, n, program, bounded) for n, program in programs.items()}
 
-    windows = ProvenWindows(training, lambda n: verify_window(draft, n, make(n), bounded), examples)
-    played = ProvenWindows(first, lambda n: _played(draft, n, evaluating(n), bounded, trains=False))
+    windows = VerifiedWindows(training, lambda n: _verified(draft, n, make(n), bounded), examples)
+    played = VerifiedWindows(first, lambda n: _simulated(draft, n, evaluating(n), bounded, trains=False))
     return bounded, windows, played
 
 
-def verify_window(draft: Draft, batches: int, program: Program, cut: Cut | None) -> Window:
-    """Return a program's verified window; `cut`: with its bounds. Raises ScheduleError and ConfigError."""
-    with _explained(draft.settings, has_norms(program), cut):
-        return _played(draft, batches, _sound(draft, batches, program, cut), cut)
+def _verified(draft: Draft, batches: int, program: Program, cut: Cut) -> Window:
+    """Return a program's window; `cut`: with its bounds. Raises ScheduleError and ConfigError."""
+    with _explained(draft, has_norms(program), cut):
+        return _simulated(draft, batches, _sound(draft, batches, program, cut), cut)
 
 
-def _sound(draft: Draft, batches: int, program: Program, cut: Cut | None) -> Program:
-    """Check that a program is sound and that the engine can run it. Raises ScheduleError and ConfigError."""
-    settings, (routes, ties) = draft.settings, _joins(cut)
-    if draft.verified_before(program, cut):
-        return program
-    _refuse_unlike_rates(settings, program, ties)
-    if settings.compile and splits(program):
-        raise ConfigError(
-            f"schedule {settings.schedule} splits backwards, and compile runs them whole: leave compile "
-            f"out, or choose a schedule without I and W"
-        )
-    check(program, batches, settings.microbatches, routes, has_norms(program), ties)
+def _sound(draft: Draft, batches: int, program: Program, cut: Cut) -> Program:
+    """Check a program, and return it. Raises ScheduleError and ConfigError."""
+    _refuse_unlike_rates(draft.settings, program, cut.ties)
+    check(program, batches, draft.settings.microbatches, cut.edges, has_norms(program), cut.ties)
     return program
 
 
@@ -272,39 +249,45 @@ def _refuse_unlike_rates(settings: Settings, program: Program, ties: Ties) -> No
         )
 
 
-def _played(draft: Draft, batches: int, program: Program, cut: Cut | None, trains: bool = True) -> Window:
+def _simulated(draft: Draft, batches: int, program: Program, cut: Cut, trains: bool = True) -> Window:
     """Simulate a sound program, and return its window. Raises Deadlock."""
-    if window := draft.verified_before(program, cut):
-        return window
-    settings, policy, (routes, ties) = draft.settings, draft.policy if trains else None, _joins(cut)
-    bounds = cut.bounds if cut else dict.fromkeys(edges(program), settings.buffer_size)
-    m, ranks = settings.microbatches if trains else 1, len(program)
-    run = simulate(program, m, buffer_size=bounds or settings.buffer_size, routes=routes, ties=ties)
+    m, policy, ranks = draft.settings.microbatches if trains else 1, draft.policy, len(program)
+    buffer_size = cut.bounds or draft.settings.buffer_size
+    run = simulate(program, m, buffer_size=buffer_size, routes=cut.edges, ties=cut.ties)
     home = Lowering.for_program(program).rank
-    if policy:  # the program is one of many
+    if policy and trains:  # the program is one of many
         peaks = [policy.bounds(stage, ranks, batches, m) for stage in range(ranks)]
         return Window(program, run, peaks, home)
     peaks = [*map(Bounds, run.activations, run.versions, run.staleness)]
-    return Window(program, run, peaks, home, make_posts(run, bounds, ties))
+    return Window(program, run, peaks, home, make_posts(run, cut.bounds, cut.ties))
 
 
 @contextmanager
-def _explained(settings: Settings, norms: bool, cut: Cut | None) -> Iterator[None]:
+def _explained(draft: Draft, norms: bool, cut: Cut) -> Iterator[None]:
     """Raise ConfigError with advice if updates would wait for each other forever."""
     try:
         yield
     except Deadlock as blocked:
-        if not norms and not (cut and cut.ties):
+        if not norms and not cut.ties:
             raise
         way = "set clip_grad_norm_over=stage" if norms else TOGETHER
         raise ConfigError(
-            f"schedule {settings.schedule} steps a stage while others still have work of that batch, so its "
-            f"updates cannot wait for {'the norm of the model' if norms else 'each other'}: {way}, or choose "
-            f"another schedule"
+            f"schedule {draft.settings.schedule} steps a stage while others still have work of that batch, "
+            f"so its updates cannot wait for {'the norm of the model' if norms else 'each other'}: {way}, or "
+            f"choose another schedule"
         ) from blocked
 
 
 # What settings require of a program
+
+
+def _refuse_compile(draft: Draft) -> None:
+    """Refuse torch.compile of stages whose backwards are split."""
+    if draft.settings.compile and splits(draft.program):
+        raise ConfigError(
+            f"schedule {draft.settings.schedule} splits backwards, and compile runs them whole: leave "
+            f"compile out, or choose a schedule without I and W"
+        )
 
 
 def _refuse_replicas(draft: Draft) -> None:

@@ -9,8 +9,8 @@ from math import inf
 
 from pipetrain.errors import ConfigError
 from pipetrain.plan.replica_partition import Planner
-from pipetrain.schedule.draw import aligned, counted
 from pipetrain.schedule.memory import GIB
+from pipetrain.schedule.text import aligned, counted
 
 
 def describe_replicas(planner: Planner, names: Sequence[str]) -> str:

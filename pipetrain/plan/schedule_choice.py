@@ -24,9 +24,9 @@ from pipetrain.plan.plan import Plan
 from pipetrain.plan.staleness_advice import NONE, Loss, best_of, joined, losses, option
 from pipetrain.rules import POSITIVE
 from pipetrain.schedule.actions import ScheduleError
-from pipetrain.schedule.draw import aligned, counted
 from pipetrain.schedule.memory import GIB
 from pipetrain.schedule.policy import ForwardBackward
+from pipetrain.schedule.text import aligned, counted
 
 WORK = 3  # a microbatch's forward and backward, in forwards
 CLOSE = 1.01  # times the fastest: counts as equally fast

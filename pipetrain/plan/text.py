@@ -10,9 +10,11 @@ from pipetrain.correction import Correction
 from pipetrain.plan.memory_fit import fit_sentence
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.actions import Op, has_norms, splits
-from pipetrain.schedule.draw import aligned, as_text, counted
 from pipetrain.schedule.memory import GIB, PARTS, Memory, peaks
+from pipetrain.schedule.text import aligned, as_text, counted
 from pipetrain.schedule.timeline import Timeline
+
+MANY = 10**6  # updates, of which the first show how windows begin
 
 
 def describe(
@@ -34,7 +36,7 @@ def describe(
     if not settings.codecs.plain:
         head += f"codec forward {settings.codecs.forward}, backward {settings.codecs.backward}\n"
     if settings.correction != Correction():
-        head += f"correction {settings.correction}\n"
+        head += f"correction {settings.correction}\n{_windows(settings.correction, batches)}"
     if settings.clip_grad_norm is not None:
         whole = "the model: each update waits for the norms of all stages"
         over = whole if has_norms(plan.window.program) else "each stage"
@@ -47,6 +49,16 @@ def describe(
     predicted = [_predicted(plan, run)] if plan.choices else []
     sizes = [_memory(plan, stage_bytes, room)] if stage_bytes else []
     return "\n".join((head, _partition(plan), *predicted, picture, *sizes, _figures(plan, run, batches)))
+
+
+def _windows(correction: Correction, batches: int) -> str:
+    """Return a line with the lengths of windows, if the correction makes some shorter."""
+    if not (share := correction.flushed) or batches == 1:
+        return ""
+    longer = counted(batches, "batch")
+    if correction.window(0, MANY) == 1:
+        return f"windows of 1 batch in the first {share:.0%} of the updates, then of {longer}\n"
+    return f"windows of {longer}, in the last {share:.0%} of the updates of 1 batch\n"
 
 
 def title(plan: Plan) -> str:

@@ -16,8 +16,8 @@ from pipetrain.plan.plan import Plan
 from pipetrain.records.stage_table import StageRecord, stage_times, straggler
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.stage.memory_meter import PeakBytes
-from pipetrain.schedule.draw import aligned
 from pipetrain.schedule.memory import peaks
+from pipetrain.schedule.text import aligned
 from pipetrain.schedule.timeline import StageStats, of_replicas, total
 from pipetrain.tasks import Task
 from pipetrain.tasks.running_sums import Tally, summed

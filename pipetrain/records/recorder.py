@@ -31,8 +31,8 @@ from pipetrain.records.trackers import Trackers
 from pipetrain.runtime.stage.memory_meter import PeakBytes
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Program, format_program
-from pipetrain.schedule.draw import counted
 from pipetrain.schedule.plot import as_png
+from pipetrain.schedule.text import counted
 
 log = logging.getLogger("pipetrain")
 

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from pipetrain.config.placement import span
 from pipetrain.schedule.actions import Placement
-from pipetrain.schedule.draw import aligned
+from pipetrain.schedule.text import aligned
 from pipetrain.schedule.timeline import StageStats, StageTimes
 
 LAUNCHING = 0.1  # notable share of a rank's time between its actions

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from pipetrain.records.files import as_csv
-from pipetrain.schedule.draw import aligned
+from pipetrain.schedule.text import aligned
 
 MIB = 2**20
 FILE = "sweep.csv"

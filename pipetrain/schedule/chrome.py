@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.schedule.actions import COMMUNICATION, RECEIVES, SENDS, UPDATE, Action, parse_action
-from pipetrain.schedule.draw import named
+from pipetrain.schedule.text import named
 from pipetrain.schedule.timeline import Row, Span, Timeline, TracedWindow
 
 FORMAT = "pipetrain trace 2"

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipetrain.schedule.actions import Op, ScheduleError
-from pipetrain.schedule.draw import (
+from pipetrain.schedule.memory import Memory, totals
+from pipetrain.schedule.text import (
     COLOURS,
     NAMES,
     Cells,
@@ -23,7 +24,6 @@ from pipetrain.schedule.draw import (
     stages_of,
     unit_of,
 )
-from pipetrain.schedule.memory import Memory, totals
 from pipetrain.schedule.timeline import Timeline
 
 if TYPE_CHECKING:

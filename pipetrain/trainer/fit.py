@@ -30,7 +30,7 @@ from pipetrain.data.splits import DataFacts
 from pipetrain.errors import ChannelError, ConfigError, of_all
 from pipetrain.exit import brief
 from pipetrain.plan.memory_fit import gpu_bytes
-from pipetrain.plan.window_schedule import WindowSchedule
+from pipetrain.plan.window_lengths import WindowLengths
 from pipetrain.records import run_folder as folder
 from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
@@ -247,7 +247,7 @@ def _about(training: Training, data: EpochData, settings: Settings, facts: DataF
     about = About(
         settings, plan, training.request.task, facts, data.batches, training.request.lr, ranks, room
     )
-    schedule = WindowSchedule(settings.window, settings.correction, about.updates)
+    schedule = WindowLengths(settings.window, settings.correction, about.updates)
     for epoch, done in ((1, 0), (about.epochs, 0), (at.epoch + 1, at.batch)):
         update = (epoch - 1) * about.batches + done
         for length in set(schedule.lengths(about.batches_of(epoch), done, update)):

@@ -46,7 +46,7 @@ from pipetrain.rules import COUNT, PATH
 from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.schedule.actions import Schedule
-from pipetrain.schedule.draw import counted
+from pipetrain.schedule.text import counted
 from pipetrain.schedule.timeline import StageStats
 from pipetrain.signals import Stopping
 from pipetrain.tasks import LossFunction, Metric, Task

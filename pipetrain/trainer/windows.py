@@ -18,7 +18,7 @@ from typing import Literal
 from pipetrain.data.reader import BadBatch, too_small
 from pipetrain.errors import ConfigError, of_all
 from pipetrain.model.specs import Size
-from pipetrain.plan.window_schedule import NONE, WindowSchedule
+from pipetrain.plan.window_lengths import NONE, WindowLengths
 from pipetrain.records.history import RankRecords
 from pipetrain.runtime.comm.collective_guard import (
     CollectiveGuard,
@@ -139,7 +139,7 @@ class _Cursor:
         self.of, self.done = of, 0
         self._first = session.updates
         correction = session.plan.settings.correction if of.trains else NONE
-        self._schedule = WindowSchedule(of.window, correction, of.updates)
+        self._schedule = WindowLengths(of.window, correction, of.updates)
         self._late: Exception | None = None  # of reading ahead
 
     def next(self, most: int) -> list[list[Size]] | None:
@@ -173,7 +173,7 @@ class _Cursor:
         return sys.maxsize if every is None else every - (self._first + self.done) % every
 
     def _length(self, done: int) -> int | None:
-        """Return the batches of the next window after so many of the pass, as WindowSchedule.next does."""
+        """Return the batches of the next window after so many of the pass, as WindowLengths.next does."""
         place = None if self.of.begun is None else self.of.begun + done
         left = None if self.of.most is None else self.of.most - done
         return self._schedule.next(self._first + done, place, left)

@@ -28,10 +28,10 @@ from pipetrain.data import cifar10, digits, folder
 from pipetrain.model.specs import TensorSpec, ValueSpec
 from pipetrain.plan.cost_estimate import estimate
 from pipetrain.plan.partition import choose_cuts
-from pipetrain.schedule.draw import as_text
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import one_f_one_b
 from pipetrain.schedule.simulate import simulate
+from pipetrain.schedule.text import as_text
 from published import cli as published
 from tests.comparison.support import asked
 from tests.gpu import cli as gpu

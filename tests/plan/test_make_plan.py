@@ -107,22 +107,6 @@ def test_a_plan_of_the_first_batch_alone_shows_a_window_until_the_first_is_asked
     assert [made.cut.entering(1, Size(n))[0].shape[0] for n in (3, 4, 7)] == [3, 4, 7]
 
 
-@pytest.mark.parametrize(
-    ("words", "model", "again"),
-    [("partition=[3]", with_norm, []), ("partition=[2]", tied, [1]), ("buffer_size=4", with_norm, [])],
-)
-def test_what_is_proven_of_a_draft_is_not_proven_again_for_the_same_program(monkeypatch, words, model, again):
-    proven: list[int] = []
-    monkeypatch.setattr(programs, "check", lambda program, batches, *more: proven.append(batches))
-    draft = Draft.from_settings(
-        settings_of("partition=even", "window=1", *words.split()), one_f_one_b
-    ).verify()
-    made = make_plan(draft, model(), IMAGE, ONE_BATCH)
-    assert (made.window is draft.proven, proven) == (not again, [1, *again])
-    made.training(2)
-    assert proven == [1, *again, 2]
-
-
 def test_an_evaluation_is_proven_once_for_each_length(monkeypatch):
     """The first with the plan; each batch is one microbatch, whatever a batch of training is cut into."""
     simulated: list[int] = []

@@ -109,6 +109,21 @@ def test_codecs_and_what_they_make_of_each_cut_are_said():
     assert [row[-2:] for row in rows[1:]] == [["-", "-"], *[["4,096", str(5 * kept + 4)]] * 2]
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ((), "windows of 1 batch in the first 40% of the updates, then of 8 batches"),
+        (
+            ("correction.hybrid.share=0.25", "correction.hybrid.first=false"),
+            "windows of 8 batches, in the last 25% of the updates of 1 batch",
+        ),
+    ],
+)
+def test_windows_that_a_correction_shortens_are_shown(words, line):
+    text = describe(planned("pipedream_2bw", 2, 4, 8, "model=mlp", "correction=[hybrid,msnag]", *words))
+    assert text.splitlines()[1:3] == ["correction hybrid+msnag", line]
+
+
 # With a profile
 
 

@@ -40,7 +40,7 @@ SEEN_IN = {
     "runtime/stage/stage_factory": "runtime/stage/test_stage",
     "runtime/window_run": "trainer/test_windows",
     "runtime/whole_model": "whole/test_any_module",
-    "schedule/plot": "schedule/test_draw",
+    "schedule/plot": "schedule/test_text",
     "schedule/program_file": "schedule/test_programs",
     "schedule/list_scheduler": "schedule/test_automatic",
     "schedule/timeline": "schedule/test_simulate",

@@ -11,7 +11,7 @@ NONE = Correction()
 
 
 @dataclass(frozen=True, slots=True)
-class WindowSchedule:
+class WindowLengths:
     """The lengths of windows, as a function of how many updates have been made.
 
     `window`: the batches of a window; None: all that are left. `correction`: it may let the pipeline drain

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from pipetrain.schedule.actions import Action, Op, Program, ScheduleError, parse_program
-from pipetrain.schedule.draw import as_text
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.memory import Items, over_time
 from pipetrain.schedule.plot import as_figure, as_png, as_stack
 from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream, zbv
 from pipetrain.schedule.simulate import Cost, simulate, unit_cost
+from pipetrain.schedule.text import as_text
 from pipetrain.schedule.timeline import Timeline
 from pipetrain.schedule.transforms import joined, with_norms
 from tests.schedule.cases import CASES, NAMES, Case, accepted

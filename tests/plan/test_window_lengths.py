@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from pipetrain.correction import Hybrid
-from pipetrain.plan.window_schedule import WindowSchedule
+from pipetrain.plan.window_lengths import WindowLengths
 
 
 @pytest.mark.parametrize(
     ("done", "lengths"), [(0, [3, 3, 2]), (3, [3, 2]), (4, [2, 2]), (6, [2]), (7, [1]), (8, [])]
 )
 def test_windows_end_where_they_would_have_ended_however_the_last_one_was_left(done, lengths):
-    assert [*WindowSchedule(3).lengths(8, done)] == lengths
-    assert [*WindowSchedule(None).lengths(8, done)] == [8 - done] * (done < 8)
+    assert [*WindowLengths(3).lengths(8, done)] == lengths
+    assert [*WindowLengths(None).lengths(8, done)] == [8 - done] * (done < 8)
 
 
 @pytest.mark.parametrize(
@@ -22,5 +22,5 @@ def test_windows_end_where_they_would_have_ended_however_the_last_one_was_left(d
 )
 def test_synchronous_updates_are_windows_of_their_own(first, epochs):
     """A quarter of 16 first, or five of them last: then windows end again where they always do."""
-    schedule = WindowSchedule(3, Hybrid(share=0.25 if first else 0.3, first=first), updates=16)
+    schedule = WindowLengths(3, Hybrid(share=0.25 if first else 0.3, first=first), updates=16)
     assert [[*schedule.lengths(8, update=update)] for update in (0, 8)] == epochs
