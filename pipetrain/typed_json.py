@@ -6,11 +6,14 @@ import json
 import reprlib
 from collections.abc import Mapping
 from dataclasses import is_dataclass
+from errno import EINVAL
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from pipetrain.errors import ConfigError
+
+MOST_BYTES = 2**28  # per document
 
 
 class DamagedCheckpoint(ConfigError):
@@ -21,9 +24,18 @@ class OtherFormat(ConfigError):
     """A checkpoint that only another version of pipetrain can read."""
 
 
+def refuse_device(path: Path) -> None:
+    """Refuse anything but a file: reading a pipe or a device may never end. Raises OSError."""
+    if path.exists() and not path.is_file():
+        raise OSError(EINVAL, "it is no regular file")
+
+
 def read_json(path: Path) -> Any:
-    """Read JSON. Raises DamagedCheckpoint."""
+    """Read JSON of at most MOST_BYTES. Raises DamagedCheckpoint."""
     try:
+        refuse_device(path)
+        if path.stat().st_size > MOST_BYTES:
+            raise ValueError(f"over {MOST_BYTES} bytes")
         return json.loads(path.read_bytes())
     except OSError as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from error

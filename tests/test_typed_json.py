@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pipetrain import typed_json as documents
 from pipetrain.typed_json import DamagedCheckpoint, read_as, read_json
 
 
@@ -41,6 +42,7 @@ GOOD: dict[str, Any] = {"name": "x", "inner": [{"number": 0, "share": 1}], "coun
     ("content", "says"),
     [
         (b"[" * 100_000, "/file is no JSON of ours"),
+        (b" " * 300_001, "/file is no JSON of ours: over 300000 bytes"),
         (None, "/file cannot be read: No such file"),
         ({"name": 1}, "^it: name must be of type str, and is 1"),
         ({"inner": [{"number": True, "share": 1}]}, "^it: inner: 0: number must be of type int, and is True"),
@@ -50,7 +52,8 @@ GOOD: dict[str, Any] = {"name": "x", "inner": [{"number": 0, "share": 1}], "coun
         ({"more": 1}, "^it must be an object of name, inner, counts, free, and is .{,200}$"),
     ],
 )
-def test_what_cannot_be_read_or_has_another_type_is_named(content, says, tmp_path):
+def test_what_cannot_be_read_or_has_another_type_is_named(content, says, tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "MOST_BYTES", 300_000)
     if content is not None:
         text = json.dumps(GOOD | content).encode() if isinstance(content, dict) else content
         (tmp_path / "file").write_bytes(text)

@@ -26,12 +26,13 @@ from typing import Any
 from torch import Tensor
 
 from pipetrain.checkpoint.epoch_record import Progress
-from pipetrain.typed_json import DamagedCheckpoint, OtherFormat, read_as, read_json
+from pipetrain.typed_json import DamagedCheckpoint, OtherFormat, read_as, read_json, refuse_device
 from pipetrain.version import __version__
 
 CHECKPOINTS, MANIFEST, PARTIAL = "checkpoints", "manifest.json", ".partial"
 VERSION = 5
 _NAME = re.compile("update-([0-9]+)(?:-([0-9]+))?")
+_PART = re.compile("(stage|rank)-[0-9]+.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,9 @@ def read_whole(folder: Path) -> Manifest:
     manifest = read_manifest(folder)
     for name, part in manifest.parts.items():
         try:
-            whole = _part(folder / name) == part
+            refuse_device(folder / name)
+            # The size first: the checksum of a file that pretends to be huge would take forever.
+            whole = (folder / name).stat().st_size == part.nbytes and _part(folder / name) == part
         except OSError as error:
             raise DamagedCheckpoint(f"{folder / name} cannot be read: {error.strerror}") from error
         if not whole:
@@ -207,7 +210,12 @@ def read_manifest(folder: Path) -> Manifest:
     if data.pop("sha256", None) != _digest(data):
         raise DamagedCheckpoint(f"{path} has another checksum than it says")
     del data["pipetrain_checkpoint"]
-    return read_as(Manifest, data, str(path))  # type: ignore[no-any-return]
+    manifest: Manifest = read_as(Manifest, data, str(path))
+    if not all(map(_PART.fullmatch, manifest.parts)):
+        raise DamagedCheckpoint(f"{path} names files outside of its folder, or others than of its stages")
+    if _NAME.fullmatch(folder.name) and _order(folder)[0] != manifest.position.update:
+        raise DamagedCheckpoint(f"{path} is of another update than its folder's name says")
+    return manifest
 
 
 def _order(folder: Path) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from pipetrain.errors import ConfigError, one_line
 from pipetrain.model.requirements import state_names
 from pipetrain.model.specs import specs_of
 from pipetrain.model.tensor_places import named_tensors
-from pipetrain.typed_json import DamagedCheckpoint, read_as, read_json
+from pipetrain.typed_json import DamagedCheckpoint, read_as, read_json, refuse_device
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MODEL, OPTIMIZER, EMA = "model/", "optimizer/", "ema/"  # before names in our checkpoints
@@ -105,6 +105,7 @@ def read_files(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name in names:
         try:
+            refuse_device(folder / name)
             with safe_open(folder / name, framework="pt") as file:
                 tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:

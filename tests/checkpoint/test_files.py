@@ -67,12 +67,20 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
+def replaced(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
 OTHER = "has another size or checksum than its manifest says"
 DAMAGE: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: flip(f / STAGE, 2000), OTHER),
     (lambda f: (f / STAGE).unlink(), "cannot be read: No such file"),
     (lambda f: (f / "manifest.json").unlink(), "manifest.json cannot be read"),
-    (lambda f: os.truncate(f / STAGE, 100), OTHER),
+    (lambda f: replaced(f / STAGE, os.mkfifo), "cannot be read: it is no regular file"),
+    (lambda f: replaced(f / "manifest.json", os.mkfifo), "cannot be read: it is no regular file"),
+    (lambda f: replaced(f / STAGE, lambda path: path.symlink_to("/dev/zero")), "it is no regular file"),
+    (lambda f: os.truncate(f / STAGE, 2**40), OTHER),  # sparse: to sum it up would take an hour
     (lambda f: forge(f, put("pipetrain_checkpoint", to=4)), "a checkpoint of an older format, 4, and pipe"),
     (lambda f: forge(f, put("pipetrain_checkpoint", to=6)), "a checkpoint of a newer format, 6, and pipe"),
     (lambda f: (f / "manifest.json").write_text("{}"), "is no manifest of a checkpoint"),
@@ -81,6 +89,11 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
         "has another chec",
     ),
     (lambda f: forge(f, put("position", "epoch", to="1")), "position: epoch must be of type int"),
+    (lambda f: forge(f, put("position", "update", to=8)), "is of another update than its folder's name says"),
+    (
+        lambda f: forge(f, put("parts", to={"../../secret": {"sha256": "", "nbytes": 1}})),
+        "names files outside of its folder",
+    ),
 ]
 
 
