@@ -39,9 +39,9 @@ SHORT = 2  # batches in which a window does all that it ever does, such as keepi
 class Order:
     """A program's list of actions of one rank in one window, of `batches` batches. For single use.
 
-    `home`: returns the rank that runs a (stage, microbatch). `stop_check` may end the window early: at
+    `rank_of`: returns the rank that runs a (stage, microbatch). `stop_check` may end the window early: at
     `stop_points` every rank calls it, in order, with the same batches after which it might end, and with how
-    many have begun. `posts`: where receives and sums are posted, see `make_posts`; without, where they
+    many have started. `posts`: where receives and sums are posted, see `make_posts`; without, where they
     are waited for.
     """
 
@@ -52,14 +52,14 @@ class Order:
     def __init__(
         self,
         actions: Sequence[Action],
-        home: Callable[[int, int], int],
+        rank_of: Callable[[int, int], int],
         batches: int = 1,
         microbatches: int = 1,
         stop_check: Callable[[int, int], bool] | None = None,
         stop_points: StopPoints | None = None,
         posts: Sequence[Post] = (),
     ) -> None:
-        self.home, self.batches, self.microbatches = home, batches, microbatches
+        self.rank_of, self.batches, self.microbatches = rank_of, batches, microbatches
         self._stop_check, self._stop_points = stop_check, deque(stop_points or ())
         self._list, self._posts = list(actions), list(posts)
         self._last_uses = last_uses(self._list)
@@ -75,7 +75,7 @@ class Order:
         return self._with_actions(shortened(self._list, batches, self.microbatches), batches)
 
     def _with_actions(self, actions: Sequence[Action], batches: int) -> Order:
-        return Order(actions, self.home, batches, self.microbatches)
+        return Order(actions, self.rank_of, batches, self.microbatches)
 
     def forwards(self, stages: Collection[int]) -> list[tuple[int, int]]:
         """Return the (stage, microbatch) of all forwards of some stages."""
@@ -86,7 +86,7 @@ class Order:
     def begin(self, mail: Mailbox, feed: Feed) -> None:
         """Begin the window, with all its receives, in order on each edge."""
         receives = [action for action in self._list if action.op in RECEIVES]
-        mail.begin(feed, receives, self.home, watched=self._watched)
+        mail.begin(feed, receives, self.rank_of, watched=self._watched)
 
     def needed(self, stage: int, read: Read) -> bool:
         """Return whether an action after the current one reads these weights of a stage."""
@@ -108,16 +108,16 @@ class Order:
         while self._position + 1 < len(self._list):
             self._position += 1
             while self._stop_points and self._stop_points[0][0] <= self._position < len(self._list):
-                begun = 1 + self._position * self.batches // len(self._list)  # about
-                self._check_stop(self._stop_points.popleft()[1], begun, mail)
+                started = 1 + self._position * self.batches // len(self._list)  # about
+                self._check_stop(self._stop_points.popleft()[1], started, mail)
             while self._posted < len(self._posts) and self._posts[self._posted][0] <= self._position:
                 mail.post(self._posts[self._posted][1])
                 self._posted += 1
             if self._position < len(self._list):  # else the window has just ended
                 yield self._list[self._position]
 
-    def _check_stop(self, batches: int, begun: int, mail: Mailbox) -> None:
-        if self._stop_check is not None and batches < self.batches and self._stop_check(batches, begun):
+    def _check_stop(self, batches: int, started: int, mail: Mailbox) -> None:
+        if self._stop_check is not None and batches < self.batches and self._stop_check(batches, started):
             self.batches = batches
             remaining = shortened(self._list, batches, self.microbatches)
             remaining_set = set(remaining)
@@ -147,7 +147,7 @@ class DecidedOrder(Order):
     def __init__(
         self,
         actions: Sequence[Action],
-        home: Callable[[int, int], int],
+        rank_of: Callable[[int, int], int],
         batches: int,
         microbatches: int,
         stop_check: Callable[[int, int], bool] | None,
@@ -156,13 +156,13 @@ class DecidedOrder(Order):
         routes: Sequence[Edge],
         ahead: int,
     ) -> None:
-        super().__init__(actions, home, batches, microbatches, stop_check)
+        super().__init__(actions, rank_of, batches, microbatches, stop_check)
         self._policy, self._stages, self._routes, self._ahead = policy, stages, routes, ahead
         self._reads: dict[int, int] = {}  # open microbatch -> weight version
 
     def _with_actions(self, actions: Sequence[Action], batches: int) -> Order:
         of_pipeline = self._policy, self._stages, self._routes, self._ahead
-        return DecidedOrder(actions, self.home, batches, self.microbatches, None, *of_pipeline)
+        return DecidedOrder(actions, self.rank_of, batches, self.microbatches, None, *of_pipeline)
 
     def needed(self, stage: int, read: Read) -> bool:
         return read in self._reads.values()

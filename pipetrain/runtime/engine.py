@@ -159,7 +159,7 @@ class Engine:
 
     def _rehearse(self, order: Order, feed: Feed, microbatches: int, training: bool) -> None:
         def play(example: Feed, mail: Mailbox) -> bool:
-            predicts = not training and example.first()[1] is None
+            predicts = not training and example.peek()[1] is None
             outputs = list[Tensors]() if predicts else None
             first, sums = 0 if training else EVALUATION, Sums(self.stages, mail)
             window = _Window(order.short(), example, microbatches, first, mail, sums, outputs)
@@ -226,7 +226,7 @@ class Engine:
         stage, mb = self.stages[action.stage], action.mb
         target = window.feed.target(mb) if stage.objective is not None and window.outputs is None else None
         with drawing(self._seeds(action, window)):
-            inputs = window.mail.inputs(action.stage, mb)
+            inputs = window.mail.inputs(action.stage, mb) if action.stage else window.feed.input(mb)
             if window.trains:
                 saving = window.order.saving(action.stage, mb)
                 outputs = stage.forward(mb, inputs, action.read, target, saving)

@@ -84,27 +84,28 @@ class ReadingFeed(WindowFeed):
 
     def _read_batch(self) -> None:
         part, batch = self._part, self._batches_read
+        rank_here = part.settings.rank
         mbs = part.microbatches_of(batch)
         sizes = [self.size(mb) for mb in mbs]
         self._batches_read += 1
         inputs, targets = self._reader.take(part.sizes[batch])
         for mb, value in zip(mbs, split(inputs, sizes), strict=True):
-            if part.first[mb] == part.rank:
+            if part.input_ranks[mb] == rank_here:
                 self._local_inputs[mb] = value
             else:
-                self._send("inputs", value, part.first[mb], INPUTS)
-        if part.last is None:
+                self._send("inputs", value, part.input_ranks[mb], INPUTS)
+        if part.target_ranks is None:
             return
         numbers_by_rank: dict[int, list[int]] = {}  # by rank, the numbers in the batch of the microbatches
         for number, mb in enumerate(mbs):
-            numbers_by_rank.setdefault(part.last[mb], []).append(number)
+            numbers_by_rank.setdefault(part.target_ranks[mb], []).append(number)
         values, weights = [targets], None
         if len(numbers_by_rank) > 1:
             values = split(targets, sizes)
-            weights = [counted_for(part.weight, value) for value in values]
+            weights = [counted_for(part.settings.weight, value) for value in values]
         for rank, numbers in numbers_by_rank.items():
             value = targets if weights is None else join([values[number] for number in numbers])
-            if rank == part.rank:
+            if rank == rank_here:
                 self._local_targets[batch] = value, weights
                 continue
             self._send("targets", value, rank, TARGETS)
@@ -130,7 +131,7 @@ class ReceivingFeed(WindowFeed):
     def __init__(self, part: WindowPart, groups: ProcessGroups, form: Form) -> None:
         super().__init__(part)
         self._groups, self._form = groups, form
-        mb, batch = next(part.inputs(), None), next(part.batches(), None)
+        mb, batch = next(part.local_inputs(), None), next(part.target_batches(), None)
         self._first_inputs = [] if mb is None else self._post_inputs(mb)
         self._first_targets = [] if batch is None else self._post_targets(batch)
 
@@ -150,7 +151,7 @@ class ReceivingFeed(WindowFeed):
 
     def _post_targets(self, batch: int) -> list[Callable[[], Tensor]]:
         """Post the receives of a batch's targets and, if they are a part, what its microbatches count for."""
-        local_mbs, microbatches = self._part.targets(batch), self._part.microbatches
+        local_mbs, microbatches = self._part.local_targets(batch), self._part.microbatches
         size = Size.joined(self.size(mb) for mb in local_mbs)
         posted = self._post("targets", self._form.targets.of(size).specs, TARGETS)
         if len(local_mbs) < microbatches:

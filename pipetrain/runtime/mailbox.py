@@ -152,10 +152,7 @@ class Mailbox:
         self._to_send.clear()
 
     def inputs(self, stage: int, mb: int) -> Tensors:
-        """Return what enters a stage, the first one from the feed."""
-        if stage == 0:
-            inputs: Tensors = self._feed.input(mb)
-            return inputs
+        """Return what enters a stage other than the first."""
         return self._take(mb, self._entering[stage])
 
     def grads(self, stage: int, mb: int) -> Tensors:

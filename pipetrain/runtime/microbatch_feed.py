@@ -19,38 +19,46 @@ from pipetrain.tasks import WeightFunction, counted_for
 
 
 @dataclass(frozen=True, slots=True)
-class WindowPart:
-    """A window as one rank's feed sees it.
+class FeedSettings:
+    """What the feeds of all windows of a rank share.
 
-    `sizes`: of its batches, each cut into so many `microbatches`. `first`, `last`: the rank that runs the
-    first and the last stage of each microbatch; without `last` no targets are read. `weight`: what targets
-    count for. Floating-point inputs and targets become `dtype`.
+    `weight`: what targets count for. Floating-point inputs and targets become `dtype`.
     """
 
-    sizes: Sequence[Size]
-    microbatches: int
-    first: Sequence[int]
-    last: Sequence[int] | None
     rank: int
     weight: WeightFunction
     device: torch.device
     dtype: torch.dtype | None = None
 
-    def inputs(self) -> Iterator[int]:
+
+@dataclass(frozen=True, slots=True)
+class WindowPart:
+    """A window as one rank's feed sees it.
+
+    `sizes`: of its batches, each cut into so many `microbatches`. `input_ranks`, `target_ranks`: the rank
+    that runs the first and the last stage of each microbatch; without the latter no targets are read.
+    """
+
+    sizes: Sequence[Size]
+    microbatches: int
+    input_ranks: Sequence[int]
+    target_ranks: Sequence[int] | None
+    settings: FeedSettings
+
+    def local_inputs(self) -> Iterator[int]:
         """Yield the microbatches whose inputs this rank takes."""
-        return (mb for mb, rank in enumerate(self.first) if rank == self.rank)
+        return (mb for mb, rank in enumerate(self.input_ranks) if rank == self.settings.rank)
 
-    def batches(self) -> Iterator[int]:
+    def target_batches(self) -> Iterator[int]:
         """Yield the batches of which this rank takes targets."""
-        return (batch for batch in range(len(self.sizes)) if self.targets(batch))
+        return (batch for batch in range(len(self.sizes)) if self.local_targets(batch))
 
-    def targets(self, batch: int) -> list[int]:
+    def local_targets(self, batch: int) -> list[int]:
         """Return the microbatches of a batch whose targets this rank takes."""
-        last = self.last
-        return [] if last is None else [mb for mb in self.microbatches_of(batch) if last[mb] == self.rank]
+        ranks, rank = self.target_ranks, self.settings.rank
+        return [] if ranks is None else [mb for mb in self.microbatches_of(batch) if ranks[mb] == rank]
 
     def microbatches_of(self, batch: int) -> range:
-        """Return the microbatches of a batch."""
         return range(batch * self.microbatches, (batch + 1) * self.microbatches)
 
 
@@ -94,9 +102,9 @@ class WindowFeed:
 
     def __init__(self, part: WindowPart) -> None:
         self._part = part
-        self._device, self._dtype = part.device, part.dtype
+        self._device, self._dtype = part.settings.device, part.settings.dtype
         self._sizes = [piece for size in part.sizes for piece in size.pieces(part.microbatches)]
-        self._pending_inputs = deque(part.inputs())
+        self._pending_inputs = deque(part.local_inputs())
         self._next: tuple[Tensor, ...] | None = None  # the inputs of the first of these, if they are read
         self._targets: dict[int, Target] = {}  # of a batch, not yet taken
 
@@ -115,7 +123,7 @@ class WindowFeed:
         """Send the other ranks their microbatches up to this one's batch, if this rank reads them."""
 
     def finish(self, batches: int) -> None:
-        """Send what is left of the window's first batches, and wait until all of it is taken."""
+        """Send what is left of the window's first `batches`, and wait until all of it is taken."""
 
     def size(self, mb: int) -> Size:
         return self._sizes[mb]
@@ -144,13 +152,10 @@ class WindowFeed:
         """Read no inputs from microbatch `mb` on: nobody would take what a reader sends of its batch."""
         self._pending_inputs = deque(number for number in self._pending_inputs if number < mb)
 
-    def first(self) -> tuple[tuple[Tensor, ...] | None, Target | None]:
-        """Return the first microbatch's inputs and targets, each if it is given here, without taking them.
-
-        Called before the window begins.
-        """
+    def peek(self) -> tuple[tuple[Tensor, ...] | None, Target | None]:
+        """Return the first microbatch's inputs and targets, each if this rank takes it; for a rehearsal."""
         inputs = self._read_next() if self._pending_inputs else None
-        batch = next(self._part.batches(), None)
+        batch = next(self._part.target_batches(), None)
         if batch is not None and not self._targets:
             self._load_targets(batch)
         return inputs, next(iter(self._targets.values()), None)
@@ -163,9 +168,9 @@ class WindowFeed:
     def _load_targets(self, batch: int) -> None:
         """Read the targets of this rank's microbatches of a batch, and give each its share."""
         targets, weights = self._read_targets(batch)
-        local_mbs, first = self._part.targets(batch), self._part.microbatches_of(batch).start
+        local_mbs, first = self._part.local_targets(batch), self._part.microbatches_of(batch).start
         values = split(targets, [self._sizes[mb] for mb in local_mbs])
-        weights = weights or [counted_for(self._part.weight, value) for value in values]
+        weights = weights or [counted_for(self._part.settings.weight, value) for value in values]
         total = sum(weights)
         for mb, value in zip(local_mbs, values, strict=True):
             weight = weights[mb - first]
@@ -186,30 +191,27 @@ class WindowFeed:
 
 
 class RepeatedFeed:
-    """Microbatches of one size that are there already, again and again; a rank may need neither part.
-
-    `copies`: each has tensors of its own, as a window's have.
-    """
+    """The same microbatches of one size, repeated; `clones`: each time in new tensors, as a window's have."""
 
     def __init__(
         self,
         size: Size,
         inputs: Sequence[tuple[Tensor, ...]] = (),
         targets: Sequence[Target] = (),
-        copies: bool = False,
+        clones: bool = False,
     ) -> None:
-        self._size, self._inputs, self._targets, self._copies = size, inputs, targets, copies
+        self._size, self._inputs, self._targets, self._clones = size, inputs, targets, clones
 
     def size(self, mb: int) -> Size:
         return self._size
 
     def input(self, mb: int) -> tuple[Tensor, ...]:
         inputs = self._inputs[mb % len(self._inputs)]
-        return tuple(t.clone() for t in inputs) if self._copies else inputs
+        return tuple(t.clone() for t in inputs) if self._clones else inputs
 
     def target(self, mb: int) -> Target:
         target = self._targets[mb % len(self._targets)]
-        return replace(target, value=on_each(target.value, Tensor.clone)) if self._copies else target
+        return replace(target, value=on_each(target.value, Tensor.clone)) if self._clones else target
 
     def prefetch(self) -> None:
         """There is nothing to make."""
@@ -217,7 +219,7 @@ class RepeatedFeed:
     def send_up_to(self, mb: int) -> None:
         """There is nothing to send."""
 
-    def first(self) -> tuple[tuple[Tensor, ...] | None, Target | None]:
+    def peek(self) -> tuple[tuple[Tensor, ...] | None, Target | None]:
         return self.input(0) if self._inputs else None, self.target(0) if self._targets else None
 
 

@@ -109,12 +109,12 @@ class _Finished(dist.Work):
 
 def resized_feed(feed: Feed, size: Size) -> RepeatedFeed:
     """Return microbatches of a size whose rows are those of a feed's first one, again and again."""
-    inputs, target = feed.first()
+    inputs, target = feed.peek()
     return RepeatedFeed(
         size,
         [] if inputs is None else [as_tuple(repeated_to(size, inputs))],
         [] if target is None else [replace(target, value=repeated_to(size, target.value))],
-        copies=True,
+        clones=True,
     )
 
 

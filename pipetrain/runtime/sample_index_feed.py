@@ -123,6 +123,6 @@ class SampleIndexFeed(WindowFeed):
 
     def _read_targets(self, batch: int) -> tuple[Value, list[float] | None]:
         ids, first = self._ids[batch], self._part.microbatches_of(batch).start
-        local_ids = [ids[mb - first] for mb in self._part.targets(batch)]
+        local_ids = [ids[mb - first] for mb in self._part.local_targets(batch)]
         weights = None if len(local_ids) == len(ids) else [*map(self._source.weight, ids)]
         return self._source.targets(torch.cat(local_ids)), weights

@@ -17,7 +17,7 @@ from pipetrain.runtime.action_order import Order, order_of
 from pipetrain.runtime.buffer_average import BufferAverager
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.engine_factory import make_engine
-from pipetrain.runtime.microbatch_feed import Batches, WindowFeed, WindowPart
+from pipetrain.runtime.microbatch_feed import Batches, FeedSettings, WindowFeed, WindowPart
 from pipetrain.runtime.stage.memory_meter import Meter
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.runtime.whole_model import WholeModel, gather_outputs
@@ -39,7 +39,9 @@ class Session:
         groups: ProcessGroups,
         whole: WholeModel | None = None,
     ) -> None:
-        self.plan, self.stages, self._task, self._groups, self._whole = plan, stages, task, groups, whole
+        self.plan, self.stages, self._groups, self._whole = plan, stages, groups, whole
+        rank, dtype = groups.world.rank, plan.settings.data_dtype
+        self._feed_settings = FeedSettings(rank, task.weight, groups.device, dtype)
         self._shared_copies = shared_weight_copies(stages)
         self.engine = make_engine(plan, stages, groups)
         self._buffer_averager = BufferAverager(self.stages, groups)
@@ -68,7 +70,7 @@ class Session:
         return self.plan.firsts[stage] == self._groups.world.rank
 
     def average_buffers(self) -> None:
-        """Make the buffers of a stage's replicas equal. All ranks call it, between windows."""
+        """Average the buffers of a stage's replicas. All ranks call it, between windows."""
         self._buffer_averager.average()
 
     def train(self, sizes: Sequence[Size], batches: Batches, watch: WindowWatch = UNWATCHED) -> WindowRun:
@@ -117,7 +119,7 @@ class Session:
         return WindowRun(sizes, order.batches)
 
     def _copy_shared_weights(self) -> None:
-        """Give copies of a weight the numbers of the first, which a program may have changed since."""
+        """Copy each weight that a program may have changed to the other stages of this rank that share it."""
         for first, copy in self._shared_copies:
             copy.data.copy_(first.data)
 
@@ -126,23 +128,13 @@ class Session:
         self, sizes: Sequence[Size], batches: Batches, order: Order, targets: bool = True
     ) -> Iterator[WindowFeed]:
         """Yield the microbatches of a window; of an error for want of memory, say what was predicted."""
-        groups = self._groups
-        mbs, rank, device = range(len(sizes) * order.microbatches), groups.world.rank, groups.device
+        settings, mbs = self._feed_settings, range(len(sizes) * order.microbatches)
         input_ranks, target_ranks = (
-            [order.home(stage, mb) for mb in mbs] for stage in (0, self.plan.stages - 1)
+            [order.rank_of(stage, mb) for mb in mbs] for stage in (0, self.plan.stages - 1)
         )
-        part = WindowPart(
-            sizes,
-            order.microbatches,
-            input_ranks,
-            target_ranks if targets else None,
-            rank,
-            self._task.weight,
-            device,
-            self.plan.settings.data_dtype,
-        )
+        part = WindowPart(sizes, order.microbatches, input_ranks, target_ranks if targets else None, settings)
         feed = batches.open(part)
-        # Each rank has one microbatch, for a rehearsal.
+        # For a rehearsal each rank needs one microbatch.
         feed.send_up_to(
             max(ranks.index(rank) for ranks in (input_ranks, target_ranks) for rank in set(ranks))
         )
@@ -151,13 +143,13 @@ class Session:
         except ActionFailed as error:
             if not is_out_of_memory(error.__cause__):
                 raise
-            stage_bytes = self.plan.memory()
-            raise explained(error, stage_bytes, rank, device) from error.__cause__
+            memory = self.plan.memory()
+            raise explained(error, memory, settings.rank, settings.device) from error.__cause__
         feed.finish(order.batches)
 
 
 def shared_weight_copies(stages: Mapping[int, Stage]) -> list[tuple[Tensor, Tensor]]:
-    """Return the weights that stages of a rank share: that of the first, which a program sees, and a copy."""
+    """Return each weight that stages of a rank share: that of the first, which a program sees, and a copy."""
     originals: dict[str, Tensor] = {}
     pairs = [
         (originals.setdefault(name, t), t) for stage in stages.values() for name, t in stage.tensors_by_name()

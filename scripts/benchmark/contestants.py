@@ -164,15 +164,15 @@ def _turn(groups: ProcessGroups, contestant: Contestant) -> float:
 
 
 class BatchFeed(RepeatedFeed):
-    """The same batch again and again, from memory, in the plan's layout; `copies`: see RepeatedFeed."""
+    """The same batch again and again, from memory, in the plan's layout; `clones`: see RepeatedFeed."""
 
-    def __init__(self, job: Job, device: torch.device, copies: bool = False) -> None:
+    def __init__(self, job: Job, device: torch.device, clones: bool = False) -> None:
         inputs = job.plan.numerics.arrange(job.samples.to(device)).chunk(job.microbatches)
         targets = job.targets.to(device).chunk(job.microbatches)
         weights = [float(job.task.weight(part)) for part in targets]
         parts = zip(targets, weights, strict=True)
         counted = [Target(part, weight, weight / sum(weights)) for part, weight in parts]
-        super().__init__(job.size, [(part,) for part in inputs], counted, copies)
+        super().__init__(job.size, [(part,) for part in inputs], counted, clones)
 
 
 class Ours:

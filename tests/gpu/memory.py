@@ -124,7 +124,7 @@ def measure(groups: ProcessGroups, case: Case) -> list[Held]:
 def _measure(groups: ProcessGroups, case: Case) -> Held:
     cuda, job = groups.device.type == "cuda", job_of(case)
     plan, groups = job.plan, fitted(groups, job.plan)
-    feed = BatchFeed(job, groups.device, copies=True)
+    feed = BatchFeed(job, groups.device, clones=True)
     before = allocated() if cuda else 0
     stages = make_stages(
         plan, job.model, job.task, job.optimizer, LearningRate(plan.settings.rate(1)), groups

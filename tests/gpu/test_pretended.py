@@ -26,7 +26,7 @@ from pipetrain.model.specs import Size
 from pipetrain.runtime.comm import gradient_buckets as buckets
 from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.loader_feed import LoaderBatches
-from pipetrain.runtime.microbatch_feed import WindowPart
+from pipetrain.runtime.microbatch_feed import FeedSettings, WindowPart
 from pipetrain.runtime.stage.buffers import Buffers
 from pipetrain.schedule.actions import UPDATE
 from pipetrain.tasks import Regression
@@ -389,7 +389,7 @@ def test_inputs_that_a_loader_has_on_the_gpu_go_to_other_ranks_through_host_memo
         reader = Reader([(torch.ones(4, 3, device="cuda"), torch.zeros(4).long().cuda())], "batch")
         reader.window(1)
         groups: Any = SimpleNamespace(world=World(0, 3), post_tensor=post)
-        part = WindowPart([Size(4)], 2, [0, 1], [2, 2], 0, len, torch.device("cuda"))
+        part = WindowPart([Size(4)], 2, [0, 1], [2, 2], FeedSettings(0, len, torch.device("cuda")))
         feed = LoaderBatches(groups, reader, reader.form, lambda of: None).open(part)
         assert [is_tagged(x) for x in feed.input(0)] == [True]
     assert posted == [("cpu", [2, 3]), ("cpu", [4])]

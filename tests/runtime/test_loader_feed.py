@@ -13,7 +13,7 @@ from pipetrain.data.reader import Form
 from pipetrain.model.specs import Size, ValueSpec, specs_of
 from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.loader_feed import MAX_UNWAITED_SENDS, LoaderBatches
-from pipetrain.runtime.microbatch_feed import WindowFeed, WindowPart
+from pipetrain.runtime.microbatch_feed import FeedSettings, WindowFeed, WindowPart
 from pipetrain.tasks import Classification
 
 FORM = Form(ValueSpec.in_batch(torch.zeros(2, 1)), ValueSpec.in_batch(torch.zeros(2, dtype=torch.int64)))
@@ -47,7 +47,8 @@ class ProcessGroups:
     def feed(self, rank: int, labels: Any, microbatches: int, first: Any, last: Any) -> WindowFeed:
         """Return a rank's feed of batches of these labels, from which the inputs follow."""
         sizes, weight = [Size(len(batch)) for batch in labels], Classification().weight
-        part = WindowPart(sizes, microbatches, first, last, rank, weight, torch.device("cpu"))
+        settings = FeedSettings(rank, weight, torch.device("cpu"))
+        part = WindowPart(sizes, microbatches, first, last, settings)
         reader = None if rank else reader_of(labels)
         return LoaderBatches(self.of(rank), reader, FORM, lambda reader: None).open(part)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipetrain.model.specs import Size
-from pipetrain.runtime.microbatch_feed import WindowFeed, WindowPart
+from pipetrain.runtime.microbatch_feed import FeedSettings, WindowFeed, WindowPart
 from pipetrain.tasks import Classification
 
 # Two batches: one of 5 samples in pieces of 3 and 2, one of 4 in pieces of 2.
@@ -33,7 +33,8 @@ class Listed(WindowFeed):
 
 def feed(inputs: Any = (), targets: Any = (), weight: Any = len, sizes: Any = SIZES) -> WindowFeed:
     every = [0] * 2 * len(sizes)
-    part = WindowPart(sizes, 2, every, every, 0, weight, torch.device("cpu"), torch.float64)
+    settings = FeedSettings(0, weight, torch.device("cpu"), torch.float64)
+    part = WindowPart(sizes, 2, every, every, settings)
     return Listed(part, iter(inputs), iter(targets))
 
 

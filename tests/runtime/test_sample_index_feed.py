@@ -11,7 +11,7 @@ from pipetrain.data.sampling import Sampled, Sampler
 from pipetrain.data.splits import Tensors
 from pipetrain.model.specs import Size
 from pipetrain.runtime.comm.collectives import World
-from pipetrain.runtime.microbatch_feed import WindowPart
+from pipetrain.runtime.microbatch_feed import FeedSettings, WindowPart
 from pipetrain.runtime.sample_index_feed import SampleIndexBatches, turns
 from pipetrain.tasks import Classification
 
@@ -40,7 +40,7 @@ def test_replicas_read_their_microbatches_of_each_window_and_share_the_batch():
         sizes, first = [Size(sum(map(len, batches[n]))) for n in window], [0, 1] * len(window)
         last = [1, 0] * len(window)
         feeds = [
-            of.open(WindowPart(sizes, 2, first, last, rank, task.weight, torch.device("cpu")))
+            of.open(WindowPart(sizes, 2, first, last, FeedSettings(rank, task.weight, torch.device("cpu"))))
             for rank, of in enumerate(passes)
         ]
         for mb, (number, part) in enumerate((n, ids) for n in window for ids in batches[n]):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipetrain.errors import TrainingStopped
 from pipetrain.model.specs import Size
 from pipetrain.runtime.comm.collectives import World
-from pipetrain.runtime.microbatch_feed import WindowPart
+from pipetrain.runtime.microbatch_feed import FeedSettings, WindowPart
 from tests.support.cases import Case, Listener, LocalLinks, make_run, run_in_threads, state_of
 from tests.support.runs import RankRun, Run, rank_run
 from tests.support.thread_ranks import Wire
@@ -121,13 +121,13 @@ def test_the_first_rank_reads_inputs_the_last_targets_and_the_middle_nothing():
     first, middle, last = (
         epochs_for(runs[rank], rank, 3)
         .state.data.evaluate()
-        .open(WindowPart([size], 1, [0], [2], rank, count, torch.device("cpu")))
+        .open(WindowPart([size], 1, [0], [2], FeedSettings(rank, count, torch.device("cpu"))))
         for rank in range(3)
     )
     samples = torch.arange(run.evaluation_sizes[0])
-    (inputs,), none = first.first()
+    (inputs,), none = first.peek()
     assert torch.equal(inputs, run.data.test.inputs(samples, None))
-    assert (none, middle.first()) == (None, (None, None))
-    none, target = last.first()
+    assert (none, middle.peek()) == (None, (None, None))
+    none, target = last.peek()
     assert none is None
     assert torch.equal(target.value, run.data.test.targets(samples, None))
