@@ -19,7 +19,7 @@ from pipetrain.runtime.stage.stage import Stage
 
 
 class BufferAverager:
-    """Levels the buffers of this rank's replicas. All ranks call it at the same places."""
+    """Averages the buffers of this rank's replicas. All ranks call it at the same places."""
 
     def __init__(self, stages: Mapping[int, Stage], groups: ProcessGroups) -> None:
         replicated = {index: stage for index, stage in stages.items() if len(groups.placement[index]) > 1}
@@ -29,13 +29,12 @@ class BufferAverager:
         self._counted: dict[int, list[Tensor]] = {}  # counters as they then were
 
     def before_window(self) -> None:
-        """Note what the counters are, if the replicas are equal."""
+        """Save the counters, if the replicas are equal."""
         for index, stage in self.stages.items():
             if index not in self._counted:
                 self._counted[index] = [t.clone() for t in _numbers(stage)[1]]
 
     def count(self, index: int, samples: int) -> None:
-        """Count samples that a stage has been trained on here."""
         self._samples[index] += samples
 
     @torch.no_grad()

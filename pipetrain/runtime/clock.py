@@ -150,7 +150,11 @@ class Times:
         self._stages = stages
         self._clock = clock
         self._unread: deque[tuple[Row, int]] = deque()  # and microbatches a batch
-        self.stats = {stage: StageStats() for stage in stages}
+        self.reset({})
+
+    def reset(self, stats: Mapping[int, StageStats]) -> None:
+        """Begin the statistics again, or go on from these."""
+        self.stats = {stage: StageStats() for stage in self._stages} | dict(stats)
 
     def add(self, row: Row, microbatches: int, raw_bytes: Mapping[int, int], timed: bool) -> Row | None:
         """Add a window; return what it measured if it is `timed`, for which the host waits."""
@@ -163,11 +167,10 @@ class Times:
     def read(self, wait: bool) -> Row | None:
         """Read the times of all windows, for which the host waits, or of those that are too many.
 
-        And take what stages have skipped, as far as they know. Return what the last one measured.
+        Also count the updates that stages have skipped. Return what the last window measured.
         """
         for index, stage in self._stages.items():
-            self.stats[index].skipped += stage.skipped
-            stage.skipped = 0
+            self.stats[index].skipped += stage.take_skipped()
         read = None
         while self._unread and (wait or len(self._unread) > MAX_UNREAD):
             row, microbatches = self._unread.popleft()

@@ -35,7 +35,6 @@ class _Window:
 
     order: Order
     feed: Feed
-    microbatches: int
     first: int
     mail: Mailbox
     sums: Sums
@@ -99,24 +98,23 @@ class Engine:
         self,
         order: Order,
         feed: Feed,
-        microbatches: int,
         progress: Sequence[Callable[[], None]] = (),
         meter: Meter | None = None,
         timed: bool = False,
     ) -> Row | None:
-        """Run this rank's actions of one window, with batches of `microbatches` each, and drain.
+        """Run this rank's actions of one window, and drain.
 
         `progress`: called at each update of the rank's first stage, or evaluated microbatch. `meter` measures
         what the stages hold. With `timed` the host waits for the device, and the measured spans are returned.
         Raises ChannelError and TrainingStopped.
         """
         self._limits = {stage: self._bounds(stage) for stage in self.stages}
-        self._rehearse(order, feed, microbatches, training=True)
+        self._rehearse(order, feed, training=True)
         mail, first = self._training, next(iter(self.stages.values())).weights.updates
-        window = _Window(order, feed, microbatches, first, mail, Sums(self.stages, mail))
+        window = _Window(order, feed, first, mail, Sums(self.stages, mail))
         row = self._run(window, progress, meter)
         with self.deadline.waiting():
-            return self._times.add(row, microbatches, mail.raw_bytes, timed)
+            return self._times.add(row, order.microbatches, mail.raw_bytes, timed)
 
     def evaluate(
         self,
@@ -131,9 +129,9 @@ class Engine:
         TrainingStopped if a number of the training was not finite.
         """
         self.synchronize()
-        self._rehearse(order, feed, 1, training=False)
+        self._rehearse(order, feed, training=False)
         mail = self._evaluation
-        self._run(_Window(order, feed, 1, EVALUATION, mail, Sums(self.stages, mail), outputs), progress)
+        self._run(_Window(order, feed, EVALUATION, mail, Sums(self.stages, mail), outputs), progress)
         self.synchronize()
 
     def synchronize(self) -> None:
@@ -153,22 +151,22 @@ class Engine:
     def reset_stats(self, stats: Mapping[int, StageStats] | None = None) -> None:
         """Begin the statistics anew, or go on from these."""
         self.synchronize()
-        self._times.stats = {stage: StageStats() for stage in self.stages} | dict(stats or {})
+        self._times.reset(stats or {})
 
     # The loop
 
-    def _rehearse(self, order: Order, feed: Feed, microbatches: int, training: bool) -> None:
-        def play(example: Feed, mail: Mailbox) -> bool:
+    def _rehearse(self, order: Order, feed: Feed, training: bool) -> None:
+        def run_window(example: Feed, mail: Mailbox) -> bool:
             predicts = not training and example.peek()[1] is None
             outputs = list[Tensors]() if predicts else None
             first, sums = 0 if training else EVALUATION, Sums(self.stages, mail)
-            window = _Window(order.short(), example, microbatches, first, mail, sums, outputs)
+            window = _Window(order.short(), example, first, mail, sums, outputs)
             self._run(window)
             return bool(window.sums.norms)
 
         if self._rehearsal:
-            total = order.batches * microbatches
-            self._rehearsal.before(self.stages.values(), play, feed, total, training)
+            total = order.batches * order.microbatches
+            self._rehearsal.before(self.stages.values(), run_window, feed, total, training)
 
     def _run(
         self, window: _Window, progress: Sequence[Callable[[], None]] = (), meter: Meter | None = None
@@ -189,7 +187,7 @@ class Engine:
             for action in order.actions(mail, before_wait):
                 op = action.op
                 if op in RECEIVES:
-                    window.feed.prefetch()
+                    window.feed.prefetch()  # while the message is on its way
                 elif op in WAITING:
                     sums.wait(action, before_wait)
                 stopwatch.start(action)
@@ -201,7 +199,7 @@ class Engine:
                 stopwatch.stop()
                 if meter:
                     meter.after(chain(mail.tensors(), sums.tensors()))
-                if op is counted and action.stage == first:
+                if op is counted and action.stage == first:  # once a batch, or an evaluated microbatch
                     for count in progress:
                         count()
         except (TrainingStopped, AssertionError):
@@ -216,7 +214,7 @@ class Engine:
             raise ActionFailed(f"{place}: {type(error).__name__}: {error}", at) from error
         finally:
             mail.end()
-        stopwatch.start(None)
+        stopwatch.start(None)  # the drain counts as waiting
         mail.channel.drain()
         return stopwatch.row()
 
@@ -246,7 +244,7 @@ class Engine:
     def _seeds(self, action: Action, window: _Window) -> Seeds:
         if not window.trains:
             return Seeds(self.seed, EVALUATION, action.mb)
-        batch, microbatch = divmod(action.mb, window.microbatches)
+        batch, microbatch = divmod(action.mb, window.order.microbatches)
         return Seeds(self.seed, window.first + batch, microbatch)
 
     def _backward(self, action: Action, window: _Window) -> None:

@@ -106,12 +106,7 @@ class Mailbox:
     """The messages of the stages of a `rank`, one window at a time."""
 
     def __init__(
-        self,
-        channel: Channel,
-        cut: Cut,
-        placement: Placement,
-        rank: int,
-        coding: Coding | None = None,
+        self, channel: Channel, cut: Cut, placement: Placement, rank: int, coding: Coding | None = None
     ) -> None:
         self.channel = channel
         self.placement, self.rank = placement, rank

@@ -48,6 +48,7 @@ from pipetrain.runtime.rehearsal import LoopbackChannel
 from pipetrain.runtime.stage.nonfinite import StopOnNaN
 from pipetrain.runtime.stage.parameter_store import OptimizerFactory
 from pipetrain.runtime.stage.stage import Stage
+from pipetrain.runtime.stage.stage_options import StageOptions
 from pipetrain.schedule.actions import Action, Op, Predicted, ranks_of
 from pipetrain.schedule.lower import Lowering, edges, lower
 from pipetrain.schedule.lower import links as links_of
@@ -179,11 +180,11 @@ def measure_layers(
     for module in (network.model, *network.modules):
         module.to(device)
     stages: dict[int, Stage] = {}
-    options: Any = {"device": device.type, "numerics": numerics, "selective": True}
+    options = StageOptions(device.type, numerics, selective=True)
     for n, slice in enumerate(cut.slices[:-1]):
         part = (network if n < layer_count else identity).part(slice)
         # At a rate of 0 the weights stay as they are.
-        stages[n] = _MeasuredStage(n, part, optimizer, LearningRate(lambda update: 0.0), **options)
+        stages[n] = _MeasuredStage(n, part, optimizer, LearningRate(lambda update: 0.0), options)
         stages[n].add_observers(StopOnNaN(stages[n]))
     measured = [
         Action(n, op, mb, version=int(op is Op.STEP))
@@ -204,7 +205,7 @@ def measure_layers(
     try:
         while len(rows) < MIN_WINDOWS or (len(rows) < MAX_WINDOWS and time.perf_counter() - began < ENOUGH_S):
             order = Order(program[0], rank_of, microbatches=len(MICROBATCHES))
-            rows.append(engine.train(order, feed, len(MICROBATCHES), timed=True))
+            rows.append(engine.train(order, feed, timed=True))
     except ActionFailed as error:
         raise ConfigError(
             f"layer {error.stage} ({followed[error.stage].name}) of the model cannot be profiled: "

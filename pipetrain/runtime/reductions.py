@@ -13,7 +13,7 @@ the result.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -33,7 +33,7 @@ class Sums:
     def __init__(self, stages: Mapping[int, Stage], mail: Mailbox) -> None:
         self._stages, self._channel = stages, mail.channel
         self._placement, self._rank = mail.placement, mail.rank
-        self._names: dict[Tie, list[str]] = {tie: [] for tie in mail.cut.ties}  # of weights, alike everywhere
+        self._names: dict[Tie, list[str]] = {tie: [] for tie in mail.cut.ties}  # in one order on all ranks
         for name, tie in sorted(mail.cut.shared.items()):
             self._names[tie].append(name)
         self._buckets = {  # by stage with replicas
@@ -46,22 +46,14 @@ class Sums:
         self.norms: dict[int, Tensor] = {}
         """By version the norm of the whole gradient, where norms are summed."""
 
-    @contextmanager
-    def overlapping(self, action: Action) -> Iterator[None]:
-        """Start the sums of the buckets that a batch's last backward on this rank finishes here."""
-        full = self._buckets.get(action.stage, [])[:-1]
-        if not full or self._stages[action.stage].weights.weighs:  # which is done at the end
-            yield
-            return
-        stage, all_reduce = (
-            self._stages[action.stage],
-            partial(self._channel.all_reduce, (action.stage,), early=True),
-        )
-        stage.adds_at_once = False  # each gradient is whole as soon as autograd has added it
-        with stage.store.reduce_when_finished(action.read, full, all_reduce):
-            yield
-        stage.adds_at_once = True
+    def overlapping(self, action: Action) -> AbstractContextManager[None]:
+        """Return a context in which a batch's last backward on this rank starts the sums of full buckets."""
+        stage, full = self._stages[action.stage], self._buckets.get(action.stage, [])[:-1]
+        if not full or stage.weights.weighs:  # a correction changes the whole gradient first
+            return nullcontext()
         self._overlapped.add(action.stage)
+        start = partial(self._channel.all_reduce, (action.stage,), early=True)
+        return stage.store.reduce_when_finished(action.read, full, start)
 
     def reduce(self, action: Action) -> None:
         """End a stage's batch; start the sum of the rest of its gradient over its replicas."""
@@ -71,7 +63,7 @@ class Sums:
         if action.stage not in self._buckets:
             return
         *full, rest = self._buckets[action.stage]
-        for bucket in () if action.stage in self._overlapped else full:  # there was no backward
+        for bucket in () if action.stage in self._overlapped else full:  # no backward has sent it
             self._channel.all_reduce(tie, torch.cat(store.flat_gradients(bucket)), early=True)
         self._overlapped.discard(action.stage)
         ranks = self._placement[action.stage]

@@ -75,7 +75,6 @@ class Session:
 
     def train(self, sizes: Sequence[Size], batches: Batches, watch: WindowWatch = UNWATCHED) -> WindowRun:
         """Train a window on batches of these `sizes`; fewer if it is ended early."""
-        m = self.plan.settings.microbatches
         order = order_of(self.plan, len(sizes), self._groups.world.rank, watch.stop_check)
         if self._whole is not None:
             self._whole.restore_stages()
@@ -84,7 +83,7 @@ class Session:
         measured = watch.memory and not any(stage.captured for stage in self.stages.values())
         meter = Meter(self.stages, self._groups.device) if measured else None
         with self._feed(sizes, batches, order) as feed:
-            row = self.engine.train(order, feed, m, watch.progress, meter, watch.times)
+            row = self.engine.train(order, feed, watch.progress, meter, watch.times)
             for stage, mb in order.forwards(self._buffer_averager.stages):
                 self._buffer_averager.count(stage, feed.size(mb).samples)
         return WindowRun(sizes, order.batches, row, meter.close() if meter else None)

@@ -201,7 +201,7 @@ class Ours:
         """Train whole windows."""
         for _ in range(self._windows):
             order = order_of(self.plan, self.window, self._rank)
-            row = self._engine.train(order, self._feed, self._microbatches, timed=self.timed)
+            row = self._engine.train(order, self._feed, timed=self.timed)
             if row is not None:
                 self.measured(row)
         if self._rank in self.plan.placement[-1]:

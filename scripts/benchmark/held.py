@@ -90,7 +90,7 @@ def stage_peaks(groups: ProcessGroups, job: Job) -> list[tuple[int, int, int]]:
     for number in range(WINDOWS):
         meter = Meter(stages, groups.device) if number + 1 == WINDOWS else None
         order = order_of(plan, max(plan.windows), groups.world.rank)
-        engine.train(order, BatchFeed(job, groups.device, clones=True), job.microbatches, meter=meter)
+        engine.train(order, BatchFeed(job, groups.device, clones=True), meter=meter)
     assert meter is not None
     predicted = peaks(plan.memory())
     return [(stage, nbytes, predicted[stage]["total"]) for stage, nbytes in meter.close().stages.items()]

@@ -133,7 +133,7 @@ def _measure(groups: ProcessGroups, case: Case) -> Held:
     for number in range(WINDOWS):
         meter = ByAction(stages, groups.device) if cuda and number + 1 == WINDOWS else None
         order = order_of(plan, max(plan.windows), groups.world.rank)
-        engine.train(order, feed, job.microbatches, meter=meter)
+        engine.train(order, feed, meter=meter)
     records = sorted(engine.stats.items())
     return Held(
         [(record.activations, record.versions) for _, record in records],

@@ -16,6 +16,7 @@ from pipetrain.model.tracing.trace import trace
 from pipetrain.plan.cost_estimate import estimate
 from pipetrain.plan.cut import cut_layers
 from pipetrain.runtime.stage.stage import Stage
+from pipetrain.runtime.stage.stage_options import StageOptions
 from tests.support.cases import Case, make_run
 from tests.support.model_zoo import TwoInputs
 
@@ -44,7 +45,7 @@ def test_data_that_crosses_a_cut_is_not_narrowed():
     numerics, network = Numerics(autocast=True), trace(TwoInputs(), example)
     joined = cut_layers({Size(2): estimate(network, example.of(Size(2)), numerics)}, [1], example)
     sgd = partial(torch.optim.SGD, lr=0.1)
-    stage = Stage(0, network.part(joined.slices[0]), sgd, LearningRate(), numerics=numerics)
+    stage = Stage(0, network.part(joined.slices[0]), sgd, LearningRate(), StageOptions(numerics=numerics))
     made = stage.forward(0, (torch.ones(2, 3, 8, 8), torch.full((2, 6), 1.001)), 0)
     assert [str(spec) for spec in specs_of(made)] == ["float32[2, 6]", "bfloat16[2, 4, 8, 8]"]
     assert specs_of(made) == joined.entering(1, Size(2))

@@ -37,12 +37,8 @@ from pipetrain.runtime.comm.transfer_watch import Deadline, TransferWatch
 from pipetrain.schedule.actions import Edge, Tie
 from pipetrain.schedule.lower import Link
 
-NOT_IN_NCCL = {
-    torch.int16,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-}  # sent as bytes; complex ones never come
+# Sent as bytes; complex ones never come.
+NOT_IN_NCCL = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
 
 
 @dataclass(slots=True)
@@ -66,10 +62,10 @@ class _End:
     """One rank's end of a link."""
 
     group: Any
-    bound: int
-    to_post: deque[Message] = field(default_factory=deque)
+    bound: int  # of posted receives, and of unfinished sends
+    to_post: deque[Message] = field(default_factory=deque)  # announced receives
     posted: deque[_Transfer] = field(default_factory=deque)
-    sent: deque[_Transfer] = field(default_factory=deque)
+    sent: deque[_Transfer] = field(default_factory=deque)  # unfinished
 
 
 class Channel:
@@ -92,8 +88,7 @@ class Channel:
         sums: Mapping[Tie, Any] | None = None,
         deadline: Deadline | None = None,
     ) -> None:
-        of = buffer_size
-        bounds = of if isinstance(of, Mapping) else {edge: of for edge, _ in groups}
+        bounds = buffer_size if isinstance(buffer_size, Mapping) else {e: buffer_size for e, _ in groups}
         self._ends = {link: _End(group, bounds.get(link[0], 0)) for link, group in groups.items()}
         self._sums = sums or {}
         self._timeout = timeout
@@ -126,7 +121,7 @@ class Channel:
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """Start a send; wait only while the edge has as many unfinished sends as it may have."""
-        # The bound of `simulate`: the oldest unfinished send must end first. (Over NCCL: see above.)
+        # The bound with which `simulate` proved that nothing deadlocks; over NCCL twice that, see above.
         end = self._ends[message.link]
         while len(end.sent) >= end.bound * (2 if self.ordered else 1):
             self._wait(end.sent.popleft())
@@ -234,7 +229,6 @@ class Channel:
             yield from ((tie, numbers) for numbers, *_ in pending if tie)
 
     def close(self) -> None:
-        """Drop the process groups and the messages."""
         self._ends, self._sums = {}, {}
         self._pending.clear()
 

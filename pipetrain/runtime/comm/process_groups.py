@@ -70,8 +70,7 @@ class ProcessGroups(Ranks):
         super().__init__(world, timeout)
         self.placement = placement
         self.device = device
-        # Twice the limit, so that the channel's own deadline, with an error that names the message, comes
-        # first.
+        # Twice as long, so that the channel's own deadline, whose error names the message, comes first.
         self._limit = timedelta(seconds=2 * timeout)
         self._groups: dict[Link, Any] = {}
         self._sums: dict[Tie, Any] = {}
@@ -80,7 +79,7 @@ class ProcessGroups(Ranks):
         self.deadline = Deadline(timeout, self._end_transfers, self._broken)
         """For what the device's stream waits for, over NCCL."""
         self._listeners: StopListeners | None = None  # over NCCL
-        self._ending = Lock()
+        self._ending = Lock()  # held while transfers are being ended
         self._aborts: list[Thread] | None = None  # set once all transfers are being ended
         self.store: Store
         if device.type == "cuda":

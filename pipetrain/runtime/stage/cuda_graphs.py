@@ -299,13 +299,13 @@ class GraphedStage(Stage):
         self._replays = self._attributes_at_capture is not None and not self._attributes_at_capture.changed()
 
     def _captured(
-        self, slot: int, memory: GraphMemory, shared: GraphMemory, several: bool, like: Example
+        self, slot: int, memory: GraphMemory, shared: GraphMemory, copies_outputs: bool, example: Example
     ) -> CapturedPass:
-        """Capture the passes of a slot in its `memory` memory, and its last pass in the `shared` memory.
+        """Capture the passes of a slot in its `memory`, and its last pass in the `shared` one.
 
-        `several`: there are several weight versions, which share one place for outputs; `like`: an example.
+        `copies_outputs`: to one place for all weight versions.
         """
-        x, target, saving = like
+        x, target, saving = example
         inputs, targets = memory.copied("inputs", x), cast(Tensors, ())
         if target is not None:
             targets = memory.copied("targets", as_tuple(target.value))
@@ -313,13 +313,12 @@ class GraphedStage(Stage):
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with _capturing(forward, memory.pool):
             outputs = super().forward(_CAPTURED_MB, inputs, 0, target, saving)
-            if several:
+            if copies_outputs:
                 outputs = memory.copied("outputs", outputs)
         microbatch = self._microbatches[_CAPTURED_MB]
-        needed = [
-            t for t, need in zip(microbatch.outputs, self.needed(microbatch.outputs), strict=True) if need
-        ]
-        grads = (memory if saving.split else shared).place("gradients", tuple(needed))  # W may need them too
+        outputs_with_gradient = tuple(self._outputs_with_gradient(microbatch))
+        # In the slot's own memory if W may need them too.
+        grads = (memory if saving.split else shared).place("gradients", outputs_with_gradient)
         weight = torch.cuda.CUDAGraph() if microbatch.deferred is not None else None
         with _capturing(backward, (memory if weight else shared).pool):
             back = (super().backward_input if weight else super().backward)(_CAPTURED_MB, grads, 0)

@@ -65,7 +65,7 @@ class Batch:
 
 
 class Observer:
-    """A check or a statistic of a stage, which treats all alike. It may raise TrainingStopped."""
+    """A check or a statistic of a stage. It may raise TrainingStopped."""
 
     def around_forward(self, microbatch: Microbatch) -> AbstractContextManager[object] | None:
         """Return a context for the layers' forward of a microbatch, or None; a recompute has none."""
@@ -74,8 +74,8 @@ class Observer:
         """Return whether it needs the layers' outputs of a microbatch that begins now."""
         return False
 
-    def after_forward(self, microbatch: Microbatch, outputs: Tensors, made: Tensors) -> None:
-        """Handle the outputs, or the loss, and what the layers `made`."""
+    def after_forward(self, microbatch: Microbatch, outputs: Tensors, result: Tensors) -> None:
+        """Handle the outputs, or the loss, and the `result` of the layers."""
 
     def after_backward(self, microbatch: Microbatch, back: Tensors) -> None:
         """Handle the gradients of the inputs from a backward or I."""

@@ -227,7 +227,8 @@ class SkipOnNaN(ReadsLater):
 
     def _count(self, counted: Sequence[Counted], numbers: list[float]) -> None:
         *losses, skipped = numbers
-        self._stage.skipped += bool(skipped)
+        if skipped:
+            self._stage.count_skipped()
         if self._stage.objective is not None and losses:
             pairs = zip(counted, losses, strict=True)
             self._stage.objective.count_all([microbatch for microbatch, loss in pairs if math.isfinite(loss)])

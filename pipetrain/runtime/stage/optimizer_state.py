@@ -26,18 +26,18 @@ _CORRECTION = "correction"  # not a key of any optimizer
 class OptimizerState:
     """The state of an optimizer, by parameter; `optimizer` has not stepped yet.
 
-    `beside`: a correction's state for each parameter, which is stored with it. `by_us`: the options of a
-    group that we set.
+    `correction_state`: by parameter, stored with it. `options_we_set`: the options of a group that the run
+    sets.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        beside: dict[Tensor, dict[str, Any]] | None = None,
-        by_us: Collection[str] = ("params", "lr"),
+        correction_state: dict[Tensor, dict[str, Any]] | None = None,
+        options_we_set: Collection[str] = ("params", "lr"),
     ) -> None:
-        self._optimizer, self._correction_state = optimizer, {} if beside is None else beside
-        self._options_we_set = by_us
+        self._optimizer, self._options_we_set = optimizer, options_we_set
+        self._correction_state = {} if correction_state is None else correction_state
         self._groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         self._initial_options = {
             key: copy.deepcopy(self._options(group)) for key, group in self._groups.items()

@@ -99,6 +99,8 @@ class ParameterStore:
         self._without_step = set(self.parameters)  # parameters without a gradient so far
         self._average: dict[str, nn.Parameter] = {}  # by name; empty before the first step
         self._spare: list[list[Tensor]] = []  # storage of released versions
+        self.adds_at_once = True
+        """Whether a backward may hold small gradients back, see `adding_at_once`; not if they are sent."""
         self.newest = 0
         self._versions: dict[Read, dict[str, nn.Parameter]] = {0: self._fresh_leaves()}
         self._accumulating = self._versions[0]
@@ -229,13 +231,17 @@ class ParameterStore:
         """Return the names of parameters by bucket of their gradients, see gradient_buckets.py."""
         return [[*bucket] for bucket in gradient_buckets.buckets_of(self.parameters)]
 
+    @contextmanager
     def reduce_when_finished(
         self, read: Read, buckets: Iterable[Sequence[str]], all_reduce: Callable[[Tensor], None]
-    ) -> AbstractContextManager[None]:
-        """Send each bucket once the backward over this version, in this context, has finished it."""
+    ) -> Iterator[None]:
+        """Reduce each bucket once the backward over this version, in this context, has finished it."""
         leaves = self._versions[read]
         chosen = [{name: leaves[name] for name in bucket} for bucket in buckets]
-        return gradient_buckets.reduce_when_finished(chosen, all_reduce)
+        self.adds_at_once = False
+        with gradient_buckets.reduce_when_finished(chosen, all_reduce):
+            yield
+        self.adds_at_once = True
 
     def flat_gradients(self, names: Iterable[str]) -> list[Tensor]:
         """Return gradients as vectors to be summed over ranks. Raises TrainingStopped for a sparse one."""
@@ -369,13 +375,7 @@ class ParameterStore:
     def changing(self) -> tuple[list[Tensor], list[Any]]:
         """Return the tensors, and the lists, dicts and sets, that windows change."""
         tensors: list[Tensor] = [*self.parameters.values(), *self._average.values()]
-        containers: list[Any] = [
-            vars(self),
-            self._versions,
-            self._spare,
-            self._without_step,
-            self._average,
-        ]
+        containers: list[Any] = [vars(self), self._versions, self._spare, self._without_step, self._average]
         if self.optimizer is not None:
             state = list(self.optimizer.state.values())
             tensors += [t for t in tree_leaves(state) if isinstance(t, Tensor)]

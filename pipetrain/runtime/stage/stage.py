@@ -16,11 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.config.rate import LearningRate
-from pipetrain.correction import Correction
 from pipetrain.errors import TrainingStopped
 from pipetrain.model import random_numbers as draws
 from pipetrain.model.network import INPUT, Part, Tensors, evaluating
-from pipetrain.model.numerics import Numerics
 from pipetrain.model.specs import Value, as_tuple, leaves_of, needs_grad, requires_grad
 from pipetrain.runtime.microbatch_feed import Target
 from pipetrain.runtime.stage.attribute_state import attributes_of
@@ -30,6 +28,7 @@ from pipetrain.runtime.stage.objective import Objective, weighted
 from pipetrain.runtime.stage.parameter_store import OptimizerFactory, ParameterStore
 from pipetrain.runtime.stage.recompute import Recompute
 from pipetrain.runtime.stage.split_backward import Deferred, differentiate
+from pipetrain.runtime.stage.stage_options import StageOptions
 from pipetrain.runtime.stage.weights import Weights
 from pipetrain.schedule.actions import Predicted, Read
 from pipetrain.tasks import Task
@@ -39,11 +38,9 @@ from pipetrain.tasks.running_sums import Tally
 class Stage:
     """Slice `index` of a model. The last stage has the task; the others return their outputs.
 
-    `module.slice` defines what enters and leaves it. `selective`: a forward to be recomputed keeps expensive
-    results, see recompute.py. `clip_grad_norm`: the largest norm of a batch's gradient. `names`: of
-    parameters in the model, if they differ, as for a weight that an earlier layer has too. `elsewhere`: the
-    names in the model of tensors in the state of an earlier stage. `model`: if the loss may read its weights,
-    the model.
+    `module.slice` defines what enters and leaves it. `names`: of parameters in the model, if they differ, as
+    for a weight that an earlier layer has too. `elsewhere`: the names in the model of tensors in the state of
+    an earlier stage. `model`: if the loss may read its weights, the model.
     """
 
     _store: type[ParameterStore] = ParameterStore
@@ -54,49 +51,37 @@ class Stage:
         module: Part,
         optimizer: OptimizerFactory,
         rate: LearningRate,
-        *,
-        device: str = "cpu",
+        options: StageOptions,
         task: Task | None = None,
-        numerics: Numerics | None = None,
-        compile: bool = False,
-        selective: bool = False,
-        ema: float | None = None,
-        correction: Correction | None = None,
-        clip_grad_norm: float | None = None,
         names: Mapping[str, str] | None = None,
         elsewhere: Collection[str] = (),
         model: nn.Module | None = None,
     ) -> None:
-        self.index = index
-        self.names = names or {}
-        self.elsewhere = elsewhere
-        self.numerics = numerics or Numerics()
+        self.index, self.names, self.elsewhere = index, names or {}, elsewhere
+        self.device, self.numerics = options.device, options.numerics
         self.numerics.arrange_weights(module)
         self.module = module
         self._layers: Callable[..., Value] = module
-        if compile:
+        if options.compile:
             draws.leave_to_python()
             self._layers = torch.compile(module, dynamic=False)  # specialised to the shapes that occur
-        self.device = device
         self.store = self._store(module, optimizer, self.names, model)
-        self.weights = Weights(self.store, rate, ema, correction)
+        self.weights = Weights(self.store, rate, options.ema, options.correction)
         of_updates = self.store.optimizer, self.weights.rates.scheduler
         self.attributes = attributes_of(module, *of_updates, dict(self.tensors_by_name()))
         self.buffers = Buffers(module)
         self.objective = Objective(task, module.pack, self.numerics.autocast) if task is not None else None
         self.observers: list[Observer] = []
         self.rehearses = False  # whether numbers are made up, so that none is refused
-        self.adds_at_once = True  # whether a GPU adds small gradients at a backward's end
         self._updates = True  # whether weights are updated; in some rehearsals not
-        self.skipped = 0  # updates, since this was last read
-        self._clip, self._selective = clip_grad_norm, selective
+        self._skipped = 0  # updates, since `take_skipped`
+        self._clip, self._selective = options.clip_grad_norm, options.selective
         self._compares_recompute = True  # whether the next recompute is compared with its forward
-        self._microbatches: dict[int, Microbatch] = {}
-        self._batch = Batch()  # its gradient is being made
-        self._reduced = Batch()  # to be stepped
+        self._microbatches: dict[int, Microbatch] = {}  # in flight
+        self._batch, self._reduced = Batch(), Batch()  # whose gradient is being made; to be stepped
 
     def add_observers(self, *observers: Observer) -> None:
-        """Let these look at what it does, the first one first, before those that do already."""
+        """Let these observe the stage, the first one first, before those that do already."""
         self.observers[:0] = observers
 
     def tensors_by_name(self) -> Iterator[tuple[str, Tensor]]:
@@ -114,7 +99,7 @@ class Stage:
         return len(self._microbatches)
 
     def open_tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that open microbatches hold themselves, besides what autograd saves."""
+        """Yield the tensors that microbatches hold themselves, besides what autograd saves."""
         return chain.from_iterable(microbatch.tensors() for microbatch in self._microbatches.values())
 
     # Forward
@@ -129,24 +114,21 @@ class Stage:
         """
         requires = zip(x, requires_grad(self.module.slice.enters_grad, x), strict=True)
         x = tuple([self.numerics.arrange(t.detach()).requires_grad_(require) for t, require in requires])
-        microbatch = self._microbatches[mb] = Microbatch(mb, x, read, saving, target)
-        if saving.recomputed:
-            microbatch.recompute = Recompute(self.buffers.copies(), self._selective)
+        recompute = Recompute(self.buffers.copies(), self._selective) if saving.recomputed else None
+        microbatch = Microbatch(mb, x, read, saving, target, recompute=recompute)
+        self._microbatches[mb] = microbatch
         with self.store.installed(read):  # a loss may read weights too
-            with (
-                around(self.observers, microbatch),
-                microbatch.recompute.forward() if microbatch.recompute else nullcontext(),
-            ):
+            with around(self.observers, microbatch), recompute.forward() if recompute else nullcontext():
                 result = self._run_layers(microbatch)
             outputs = result if self.objective is None else (self.objective.loss(result, target),)
         for observer in self.observers:
             observer.after_forward(microbatch, outputs, result)
         if self.objective is not None:
             microbatch.counted = self.objective.counted(outputs[0], result, target)
-        if microbatch.recompute is None:
+        if recompute is None:
             microbatch.outputs = outputs
-        else:
-            microbatch.recompute.end(outputs if self._compares_recompute else ())
+        else:  # which makes the outputs again, and compares the first ones of a window
+            recompute.end(outputs if self._compares_recompute else ())
             self._compares_recompute = False
         return self._outputs_to_send(mb, outputs) if self.objective is None else ()
 
@@ -159,11 +141,7 @@ class Stage:
         microbatch = self._microbatches[mb]
         recompute, microbatch.recompute = microbatch.recompute, None
         assert recompute is not None and microbatch.read == read
-        with (
-            self.store.installed(read),
-            self.buffers.replaced(recompute.buffers),
-            recompute.recomputing(),
-        ):
+        with self.store.installed(read), self.buffers.replaced(recompute.buffers), recompute.recomputing():
             outputs = self._run_layers(microbatch)
             if self.objective is not None:
                 outputs = (self.objective.loss(outputs, microbatch.target),)
@@ -192,15 +170,12 @@ class Stage:
 
     def _run_layers(self, microbatch: Microbatch) -> Tensors:
         """Run the layers; if the backward is split, defer the gradients of weights."""
-        if (
-            microbatch.recompute is None
-            and microbatch.saving.split
-            and any(t.requires_grad for t in microbatch.inputs)
-        ):
+        inputs, splits = microbatch.inputs, microbatch.saving.split and microbatch.recompute is None
+        if splits and any(t.requires_grad for t in inputs):
             microbatch.deferred = Deferred(self.store.leaves(microbatch.read))
             with microbatch.deferred:
-                return self._call(microbatch.inputs)
-        return self._call(microbatch.inputs)
+                return self._call(inputs)
+        return self._call(inputs)
 
     def _call(self, x: Tensors) -> Tensors:
         if self.module.slice.copies_input:
@@ -255,9 +230,8 @@ class Stage:
         if microbatch.deferred is None:
             microbatch.grads = grads
             return ()
-        back = self._differentiate(
-            microbatch, grads, partial(microbatch.deferred.input_half, self.store.leaves(read))
-        )
+        run = partial(microbatch.deferred.input_half, self.store.leaves(read))
+        back = self._differentiate(microbatch, grads, run)
         microbatch.inputs, microbatch.outputs, microbatch.target = (), (), None
         return back
 
@@ -273,7 +247,8 @@ class Stage:
 
     def _adding(self) -> AbstractContextManager[None]:
         """Return a context that adds gradients; on a CPU a second copy costs more than many launches."""
-        return self.store.adding_at_once() if self.adds_at_once and self.device != "cpu" else nullcontext()
+        at_once = self.store.adds_at_once and self.device != "cpu"
+        return self.store.adding_at_once() if at_once else nullcontext()
 
     def _close(self, mb: int, read: Read) -> Microbatch:
         microbatch = self._microbatches.pop(mb)
@@ -283,8 +258,11 @@ class Stage:
             self._batch.counted.append(microbatch.counted)
         return microbatch
 
-    def needed(self, outputs: Tensors) -> Sequence[bool]:
-        return needs_grad(self.module.slice.leaves_grad, outputs)
+    def _outputs_with_gradient(self, microbatch: Microbatch) -> list[Tensor]:
+        """Return the outputs for which the next stage sends a gradient, as planned."""
+        outputs = microbatch.outputs
+        needs = needs_grad(self.module.slice.leaves_grad, outputs)
+        return [t for t, need in zip(outputs, needs, strict=True) if need]
 
     def _differentiate(
         self, microbatch: Microbatch, grads: Tensors, run: Callable[[Any, Any], None]
@@ -292,9 +270,7 @@ class Stage:
         """Run a backward; return the gradients that the previous stage needs."""
         if self.objective is not None and microbatch.counted is not None:
             grads = grads or (self.objective.gradient(microbatch.outputs[0], microbatch.counted.share),)
-        outputs = [
-            t for t, need in zip(microbatch.outputs, self.needed(microbatch.outputs), strict=True) if need
-        ]
+        outputs = self._outputs_with_gradient(microbatch)
         pairs = [(t, grad) for t, grad in zip(outputs, grads, strict=True) if t.requires_grad]
         if pairs:
             with self.store.installed(microbatch.read), self.buffers.in_backward():
@@ -363,6 +339,14 @@ class Stage:
         for observer in self.observers:
             observer.before_step(batch)
         self.weights.step(keep, batch.skipped, delay, predicted, self._updates)
+
+    def count_skipped(self) -> None:
+        self._skipped += 1
+
+    def take_skipped(self) -> int:
+        """Return how many updates were skipped since the last call, as far as the host knows."""
+        skipped, self._skipped = self._skipped, 0
+        return skipped
 
     # Between windows
 

@@ -22,6 +22,7 @@ from pipetrain.runtime.stage.microbatch import Observer
 from pipetrain.runtime.stage.nonfinite import SkipOnNaN, StopOnNaN
 from pipetrain.runtime.stage.parameter_store import OptimizerFactory
 from pipetrain.runtime.stage.stage import Stage
+from pipetrain.runtime.stage.stage_options import StageOptions
 from pipetrain.tasks import Task
 
 
@@ -47,37 +48,43 @@ def make_stages(
     stages: dict[int, Stage] = {}
     for index in local:
         part = network.part(plan.cut.slices[index], plan.evaluation_cut.slices[index])
-        names = {own: full_names[id(p)] for own, p in part.named_parameters() if full_names[id(p)] != own}
+        by_name = {name: full_names[id(p)] for name, p in part.named_parameters()}
+        names = {name: full_name for name, full_name in by_name.items() if full_name != name}
         if any(index in tie and not stages.keys().isdisjoint(tie) for tie in plan.cut.ties):
             part = deepcopy(part)  # each stage has copies of the weights that it shares
         kind = GraphedStage if wants_graphs and not plan.not_captured(index) else Stage
+        options = StageOptions(
+            groups.device.type,
+            plan.numerics,
+            settings.compile,
+            plan.modes[index] is Mode.SELECTIVE,
+            settings.ema,
+            settings.correction,
+            settings.clip_grad_norm,
+        )
+        last = index == plan.stages - 1
         stages[index] = stage = kind(
             index,
             part.to(groups.device),
             optimizer,
             rate,
-            device=groups.device.type,
-            task=task.to(groups.device) if index == plan.stages - 1 else None,
-            numerics=plan.numerics,
-            compile=settings.compile,
-            selective=plan.modes[index] is Mode.SELECTIVE,
-            ema=settings.ema,
-            correction=settings.correction,
-            clip_grad_norm=settings.clip_grad_norm,
-            names=names,
+            options,
+            task.to(groups.device) if last else None,
+            names,
             elsewhere={name for name, first in first_stages.items() if first != index},
-            model=network.model if index == plan.stages - 1 else None,
+            model=network.model if last else None,
         )
         stage.add_observers(*observers_of(stage, settings.on_nan == "skip", settings.batchnorm == "batch"))
-        compared = index == plan.stages - 1 and not task.is_known and settings.microbatches > 1
-        if compared and len(plan.placement[index]) == 1:
+        replicated = len(plan.placement[index]) > 1
+        if last and not task.is_known and settings.microbatches > 1 and not replicated:
             stage.add_observers(BatchLoss(stage))
     return stages
 
 
 def observers_of(stage: Stage, skips: bool = False, by_batch: bool = False) -> list[Observer]:
-    """Return what looks at a stage. `skips`: on_nan=skip; `by_batch`: batchnorm=batch."""
-    moved = [BatchStatistics(stage.module, only_finite=skips)] if by_batch else []
+    """Return the observers of a stage. `skips`: on_nan=skip; `by_batch`: batchnorm=batch."""
+    statistics = [BatchStatistics(stage.module, only_finite=skips)] if by_batch else []
     if not skips:
-        return [StopOnNaN(stage), *moved]
-    return [SkipOnNaN(stage, Buffers(stage.module, without=moved[0].buffers if moved else ())), *moved]
+        return [StopOnNaN(stage), *statistics]
+    without = statistics[0].buffers if statistics else ()
+    return [SkipOnNaN(stage, Buffers(stage.module, without)), *statistics]

@@ -56,7 +56,6 @@ class Weights:
         self._predict(predicted)
 
     def _predict(self, reads: Iterable[Predicted]) -> None:
-        """Make predictions from the newest version."""
         for read in reads:
             self.correction_state.advance(self.store.add_copy(read), read.ahead, self.updates)
 
@@ -173,11 +172,4 @@ class Weights:
         tensors, containers = self.store.changing()
         late = self.correction_state.state
         tensors += [t for t in tree_leaves(list(late.values())) if isinstance(t, Tensor)]
-        return tensors, [
-            *containers,
-            vars(self),
-            late,
-            *late.values(),
-            vars(self.rates),
-            self.rates.used,
-        ]
+        return tensors, [*containers, vars(self), late, *late.values(), vars(self.rates), self.rates.used]

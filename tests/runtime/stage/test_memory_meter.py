@@ -20,6 +20,7 @@ from pipetrain.plan.cut import cut_layers
 from pipetrain.runtime.stage.memory_meter import Meter
 from pipetrain.runtime.stage.microbatch import Saving
 from pipetrain.runtime.stage.stage import Stage
+from pipetrain.runtime.stage.stage_options import StageOptions
 from pipetrain.schedule.actions import Action, Op
 from pipetrain.schedule.memory import Items
 from tests.support.memory_counter import Live
@@ -38,7 +39,7 @@ def measured(correction: Correction | None = None) -> tuple[Stage, Meter, Items]
     layers = estimate(model.train(), EXAMPLE.of(Size(4)))
     part = Chain(model).part(cut_layers({Size(4): layers}, [1, 6], EXAMPLE).slices[STAGE])
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    stage = Stage(STAGE, part, sgd, LearningRate(), correction=correction)
+    stage = Stage(STAGE, part, sgd, LearningRate(), StageOptions(correction=correction))
     meter = Meter({STAGE: stage}, torch.device("cpu"))
     table = Table(layers, EXAMPLE.of(Size(4)), by_work(layers, 1), correction=correction or Correction())
     return stage, meter, table.sizes(1, 6, Mode.NEVER)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from pipetrain.model.specs import Gradients, ValueSpec
 from pipetrain.runtime.microbatch_feed import Target
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.runtime.stage.stage_factory import observers_of
+from pipetrain.runtime.stage.stage_options import StageOptions
 from pipetrain.tasks import Classification, Task
 from tests.runtime.stage.test_weights import Kernels
 from tests.support.models import Fork, Join
@@ -64,7 +66,8 @@ def stage(
     known = {"enters_grad": entering, "leaves_grad": leaving}
     part = part_of(module.double(), enters, leaves, before=5 if index else 0, **known)
     sgd = partial(torch.optim.SGD, lr=0.1)
-    made = Stage(index, part, sgd, LearningRate(), **arguments)  # type: ignore[arg-type]
+    chosen = {f.name: arguments.pop(f.name) for f in fields(StageOptions) if f.name in arguments}
+    made = Stage(index, part, sgd, LearningRate(), StageOptions(**chosen), **arguments)  # type: ignore[arg-type]
     made.add_observers(*observers_of(made, skips))
     return made
 
@@ -206,12 +209,12 @@ def test_an_update_of_what_is_not_finite_can_be_skipped_with_its_statistics_and_
 
     for update in (1, 2):
         updated(final, **bad)
-        assert (final.skipped, final.weights.updates, unchanged()) == (update, update, {True})
+        assert (final._skipped, final.weights.updates, unchanged()) == (update, update, {True})
     assert final.take_trained().samples == (0 if "x" in bad else 6)
     for name, parameter in final.module.named_parameters():
         parameter.data += name == "first.bias"
     updated(final, norm=2.0 if "norm" in bad else None)
-    assert (final.skipped, False in unchanged()) == (2, True)
+    assert (final._skipped, False in unchanged()) == (2, True)
 
 
 # Loss and update
@@ -261,7 +264,7 @@ def test_a_microbatch_whose_targets_are_all_ignored_trains_nothing_and_stops_not
     before = final.module.state_dict()["0.weight"].clone()
     updated(final, target=IGNORED, weight=0.0)
     assert torch.equal(final.module.state_dict()["0.weight"], before)
-    assert (final.skipped, final.counts.take_losses()) == (0, [0.0])
+    assert (final._skipped, final.counts.take_losses()) == (0, [0.0])
     final.predict((randn(3, 3),), Target(IGNORED, 0.0, 0.0))
     for tally in (final.take_trained(), final.take_evaluated()):
         assert (tally.samples, tally.weight, tally.loss, tally.sums) == (3, 0, 0, {"acc": [0, 0]})
