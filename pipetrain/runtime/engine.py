@@ -206,12 +206,12 @@ class Engine:
             raise
         except ChannelError as error:
             last = order.waiting or action
-            where = f"stage {last.stage} was at {last}" if last else "nothing was done yet"
-            raise ChannelError(f"{error}; {where}") from error
+            position = f"stage {last.stage} was at {last}" if last else "nothing was done yet"
+            raise ChannelError(f"{error}; {position}") from error
         except Exception as error:  # of a layer, or out of memory
-            at = action.stage if action else first
-            place = f"rank {mail.rank}, stage {at}, action {action}"
-            raise ActionFailed(f"{place}: {type(error).__name__}: {error}", at) from error
+            stage_number = action.stage if action else first
+            place = f"rank {mail.rank}, stage {stage_number}, action {action}"
+            raise ActionFailed(f"{place}: {type(error).__name__}: {error}", stage_number) from error
         finally:
             mail.end()
         stopwatch.start(None)  # the drain counts as waiting

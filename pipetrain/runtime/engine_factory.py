@@ -30,10 +30,10 @@ def make_engine(
     channels_last, bounds = plan.numerics.channels_last, {stage: plan.peaks(stage) for stage in stages}
     channel, rank = channel or groups.channel(plan.cut.bounds, channels_last), groups.world.rank
 
-    def mailbox(over: Channel, training: bool) -> Mailbox:
+    def mailbox(channel: Channel, training: bool) -> Mailbox:
         if not training:
-            return Mailbox(over, plan.evaluation_cut, plan.placement, rank)
-        return Mailbox(over, plan.cut, plan.placement, rank, Coding(plan.settings.codecs, channels_last))
+            return Mailbox(channel, plan.evaluation_cut, plan.placement, rank)
+        return Mailbox(channel, plan.cut, plan.placement, rank, Coding(plan.settings.codecs, channels_last))
 
     def loopback(training: bool) -> Mailbox:
         options = plan.cut.bounds, plan.settings.timeout, groups.device, groups.staged, channels_last

@@ -112,10 +112,10 @@ class ReadingFeed(WindowFeed):
             if weights is not None:
                 self._send("targets", torch.tensor(weights, dtype=torch.float64), rank, TARGETS)
 
-    def _send(self, what: str, value: Value, rank: int, stream: int) -> None:
+    def _send(self, content: str, value: Value, rank: int, stream: int) -> None:
         for tensor in as_tuple(value):
             # It may be on a GPU.
-            self._sent.append(self._groups.post_tensor(what, tensor.cpu(), rank, stream))
+            self._sent.append(self._groups.post_tensor(content, tensor.cpu(), rank, stream))
         while len(self._sent) > MAX_UNWAITED_SENDS:  # of a whole pass they would be all
             self._sent.popleft()()
 
@@ -158,5 +158,5 @@ class ReceivingFeed(WindowFeed):
             posted += self._post("weights", [TensorSpec((microbatches,), torch.float64)], TARGETS)
         return posted
 
-    def _post(self, what: str, specs: Sequence[TensorSpec], stream: int) -> list[Callable[[], Tensor]]:
-        return [self._groups.expect_tensor(f"the {what} of a batch", spec, 0, stream) for spec in specs]
+    def _post(self, content: str, specs: Sequence[TensorSpec], stream: int) -> list[Callable[[], Tensor]]:
+        return [self._groups.expect_tensor(f"the {content} of a batch", spec, 0, stream) for spec in specs]

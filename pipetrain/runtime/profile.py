@@ -17,7 +17,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -56,13 +56,10 @@ from pipetrain.schedule.timeline import Bounds, Row
 
 log = logging.getLogger("pipetrain")
 
-WARMUP_WINDOWS = 1  # windows
-MIN_WINDOWS, MAX_WINDOWS, ENOUGH_S = (
-    7,
-    30,
-    0.2,
-)  # windows with those, and seconds after which REPEATS are enough
-SMALL_BYTES, LARGE_BYTES = 2**10, 2**22  # bytes of a message
+WARMUP_WINDOWS = 1
+# Windows, with those; after so many seconds MIN_WINDOWS are enough.
+MIN_WINDOWS, MAX_WINDOWS, ENOUGH_S = 7, 30, 0.2
+SMALL_BYTES, LARGE_BYTES = 2**10, 2**22  # of a message
 COLD_ROUND_TRIPS, ROUND_TRIPS = 3, 11
 
 EMPTY_STAGES = 2  # stages without layers
@@ -170,11 +167,7 @@ def measure_layers(
     the network, which must not be trained afterwards. `layers`: its estimates. Raises ConfigError with the
     name of a layer that fails.
     """
-    followed, layer_count, stage_count = (
-        _with_following_stages(layers),
-        len(layers),
-        len(layers) + EMPTY_STAGES,
-    )
+    followed, stage_count = _with_following_stages(layers), len(layers) + EMPTY_STAGES
     cut = cut_layers({size: followed}, range(1, stage_count + 1), example)
     identity = Chain(nn.Sequential(*(nn.Identity() for _ in range(stage_count))))
     for module in (network.model, *network.modules):
@@ -182,7 +175,7 @@ def measure_layers(
     stages: dict[int, Stage] = {}
     options = StageOptions(device.type, numerics, selective=True)
     for n, slice in enumerate(cut.slices[:-1]):
-        part = (network if n < layer_count else identity).part(slice)
+        part = (network if n < len(layers) else identity).part(slice)
         # At a rate of 0 the weights stay as they are.
         stages[n] = _MeasuredStage(n, part, optimizer, LearningRate(lambda update: 0.0), options)
         stages[n].add_observers(StopOnNaN(stages[n]))
@@ -248,10 +241,8 @@ def _times(stages: int, rows: Sequence[Row]) -> list[list[float]]:
 def slowest_link(groups: ProcessGroups, buffer_size: int) -> tuple[float, float]:
     """Measure a pair of neighbouring ranks at a time; return the slowest one's times, on every rank.
 
-    As of a straight pipeline: whatever the placement is, or will be with replicas=auto.
-
-    These are the seconds of a message beside its bytes, and of a byte; 0 if there are no messages. Raises
-    ChannelError.
+    These are the seconds of an empty message, and of a byte; 0 if there are no messages. Neighbours are those
+    of a straight pipeline, whatever the placement is, or will be with replicas=auto. Raises ChannelError.
     """
     if groups.world.size == 1:
         return 0.0, 0.0
@@ -263,29 +254,21 @@ def slowest_link(groups: ProcessGroups, buffer_size: int) -> tuple[float, float]
         for pair in pairs
         if groups.world.rank in pair
     ]
-    times = [
-        pair_times for of_rank in groups.gather("the times of messages", local) for pair_times in of_rank
-    ]
-    return latency_and_byte_time(*max(times, key=lambda pair_times: pair_times[1]))
+    times = chain.from_iterable(groups.gather("the times of messages", local))
+    return latency_and_byte_time(*max(times, key=lambda small_and_large: small_and_large[1]))
 
 
 def latency_and_byte_time(small_s: float, large_s: float) -> tuple[float, float]:
-    """Return the line through the times of a SMALL and of a LARGE message: that of none, and of a byte."""
+    """Return the line through the times of a small and of a large message: that of none, and of a byte."""
     s_per_byte = max(0.0, (large_s - small_s) / (LARGE_BYTES - SMALL_BYTES))
     return max(0.0, small_s - SMALL_BYTES * s_per_byte), s_per_byte
 
 
 def _one_way(channel: Channel, groups: ProcessGroups, pair: tuple[int, int], nbytes: int) -> float:
     """Return half the median round trip; the other end, which only answers, measures about the same."""
-    first, second = pair
-    specs = (TensorSpec((nbytes,), torch.uint8),)
-    outbound = [
-        Message(first, second, i, specs, (first, second)) for i in range(COLD_ROUND_TRIPS + ROUND_TRIPS)
-    ]
-    replies = [
-        Message(second, first, i, specs, (second, first)) for i in range(COLD_ROUND_TRIPS + ROUND_TRIPS)
-    ]
-    leads = groups.world.rank == first
+    specs, trips = (TensorSpec((nbytes,), torch.uint8),), range(COLD_ROUND_TRIPS + ROUND_TRIPS)
+    outbound, replies = ([Message(*way, i, specs, way) for i in trips] for way in (pair, pair[::-1]))
+    leads = groups.world.rank == pair[0]
     # A posted receive is a kernel that runs, for which the first use of another kernel may wait.
     payload = [torch.zeros(nbytes, dtype=torch.uint8, device=groups.device)]
     channel.expect(replies if leads else outbound)

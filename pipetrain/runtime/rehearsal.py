@@ -48,7 +48,7 @@ class Rehearsal:
     loopback: Callable[[bool], Mailbox]
     meet: Callable[[bool], None]
     after_first: Callable[[], None] = lambda: None
-    done: set[tuple[bool, Size]] = field(default_factory=set)
+    rehearsed: set[tuple[bool, Size]] = field(default_factory=set)
     """(training or evaluation, size of a microbatch)"""
 
     def before(
@@ -56,19 +56,19 @@ class Rehearsal:
     ) -> None:
         """Run with made-up messages for each new size of the window's microbatches, and put all back."""
         sizes = {(training, feed.size(mb)) for mb in range(microbatches)}
-        new = sorted(size for _, size in sizes - self.done)
+        new = sorted(size for _, size in sizes - self.rehearsed)
         if not new:
             return
         # At the second time of a size the optimizer has its state.
         examples = [resized_feed(feed, size) for size in new for _ in range(2)]
-        first = training and not any(trained for trained, _ in self.done)
+        first = training and not any(trained for trained, _ in self.rehearsed)
         with state_restored(stages, training, first):
             norms = [run_window(example, self.loopback(training)) for example in examples]
         if first:
             with attributes_restored(stages):
                 self.after_first()
         self.meet(any(norms))
-        self.done |= sizes
+        self.rehearsed |= sizes
 
 
 class LoopbackChannel(Channel):
@@ -138,8 +138,8 @@ def state_restored(stages: Iterable[Stage], training: bool, updates: bool) -> It
         contents = [(container, container.copy()) for container in containers]
         changed = [(stage.attributes, stage.attributes.changed()) for stage in stages if training]
         copies = [
-            (state, {path: [[t.clone() for t in tree]] for path, tree in trees.items()})
-            for state, trees in changed
+            (attributes, {path: [[t.clone() for t in tree]] for path, tree in trees.items()})
+            for attributes, trees in changed
         ]
         try:
             for stage in stages:

@@ -37,9 +37,9 @@ class Session:
         stages: dict[int, Stage],
         task: Task,
         groups: ProcessGroups,
-        whole: WholeModel | None = None,
+        whole_model: WholeModel | None = None,
     ) -> None:
-        self.plan, self.stages, self._groups, self._whole = plan, stages, groups, whole
+        self.plan, self.stages, self._groups, self._whole_model = plan, stages, groups, whole_model
         rank, dtype = groups.world.rank, plan.settings.data_dtype
         self._feed_settings = FeedSettings(rank, task.weight, groups.device, dtype)
         self._shared_copies = shared_weight_copies(stages)
@@ -76,8 +76,8 @@ class Session:
     def train(self, sizes: Sequence[Size], batches: Batches, watch: WindowWatch = UNWATCHED) -> WindowRun:
         """Train a window on batches of these `sizes`; fewer if it is ended early."""
         order = order_of(self.plan, len(sizes), self._groups.world.rank, watch.stop_check)
-        if self._whole is not None:
-            self._whole.restore_stages()
+        if self._whole_model is not None:
+            self._whole_model.restore_stages()
         self._copy_shared_weights()
         self._buffer_averager.before_window()
         measured = watch.memory and not any(stage.captured for stage in self.stages.values())
@@ -112,7 +112,7 @@ class Session:
         self.average_buffers()
         with (
             self._feed(sizes, batches, order, targets=outputs is None) as feed,
-            nullcontext() if self._whole is None else self._whole.stages_in_place(),
+            nullcontext() if self._whole_model is None else self._whole_model.stages_in_place(),
         ):
             self.engine.evaluate(order, feed, watch.progress, outputs)
         return WindowRun(sizes, order.batches)

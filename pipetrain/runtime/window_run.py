@@ -42,13 +42,13 @@ UNWATCHED = WindowWatch()
 
 @dataclass(frozen=True, slots=True)
 class WindowRun:
-    """What a window of batches of the sizes `given` came to; `done` of them ran.
+    """What a window of batches of the sizes `planned_sizes` came to; `done` of them ran.
 
     `row`, `peak_bytes`: what was measured, where a Watch has asked for it. `outputs`: of a prediction, those
     for each batch in host memory, on rank 0.
     """
 
-    given: Sequence[Size]
+    planned_sizes: Sequence[Size]
     done: int
     row: Row | None = None
     peak_bytes: PeakBytes | None = None
@@ -57,8 +57,8 @@ class WindowRun:
     @property
     def sizes(self) -> Sequence[Size]:
         """The sizes of the batches that ran."""
-        return self.given[: self.done]
+        return self.planned_sizes[: self.done]
 
     @property
     def early(self) -> bool:
-        return self.done < len(self.given)
+        return self.done < len(self.planned_sizes)

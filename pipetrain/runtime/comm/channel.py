@@ -137,13 +137,12 @@ class Channel:
     def recv(self, message: Message) -> tuple[Tensor, ...]:
         """Wait for the next message of its edge, which must be this one."""
         end = self._ends[message.link]
-        # The receive is usually posted already; afterwards there is room to post a later one.
-        self._post(end, 1)
+        self._post(end, 1)  # usually it is posted already
         transfer = self._next_receive(message)
         end.posted.popleft()
         self._wait(transfer)
         self.transferred_bytes += message.nbytes
-        self._post(end)
+        self._post(end)  # a later one, for which there is room now
         return tuple(self._from_wire(t) for t in transfer.tensors)
 
     def truncate(self, mb: int) -> None:
@@ -157,10 +156,8 @@ class Channel:
         for end in self._ends.values():
             while end.sent:
                 self._wait(end.sent.popleft())
-            unreceived = [
-                message.name for message in (*(transfer.message for transfer in end.posted), *end.to_post)
-            ]
-            assert not unreceived, f"never received: {unreceived}"
+            unreceived = [transfer.message for transfer in end.posted] + [*end.to_post]
+            assert not unreceived, f"never received: {[message.name for message in unreceived]}"
         if self._watch:
             self._watch.close()
             self._watch = None
@@ -174,7 +171,7 @@ class Channel:
     def room(self, message: Message) -> bool:
         end = self._ends[message.link]
         while end.sent and end.sent[0].finished:
-            self._wait(end.sent.popleft())
+            self._wait(end.sent.popleft())  # returns at once, or raises its error
         return len(end.sent) < end.bound
 
     def wait(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
@@ -222,9 +219,8 @@ class Channel:
     def buffers(self) -> Iterator[tuple[Sequence[int], Tensor]]:
         """Yield the tensors of messages and sums, with the stages between which they are sent."""
         for (edge, _), end in self._ends.items():
-            yield from (
-                (edge, tensor) for transfer in (*end.posted, *end.sent) for tensor in transfer.tensors
-            )
+            for transfer in (*end.posted, *end.sent):
+                yield from ((edge, tensor) for tensor in transfer.tensors)
         for tie, pending in self._pending.items():
             yield from ((tie, numbers) for numbers, *_ in pending if tie)
 
@@ -271,9 +267,8 @@ class Channel:
     # Waits
 
     def _error_of(self, message: Message, sending: bool) -> ErrorOf:
-        return partial(
-            message_error, [] if sending else [message], [message] if sending else [], self._timeout
-        )
+        receives, sends = ([], [message]) if sending else ([message], [])
+        return partial(message_error, receives, sends, self._timeout)
 
     def _wait(self, transfer: _Transfer) -> None:
         error = self._error_of(transfer.message, transfer.sending)

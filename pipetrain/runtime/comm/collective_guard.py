@@ -58,22 +58,22 @@ class CollectiveGuard:
                     raise unsaid(ChannelError(f"{self.stopped}; rank {rank} stopped: {why}")) from None
                 raise
 
-    def on_first(self, what: str, read: Callable[[], Any]) -> Any:
+    def on_first(self, purpose: str, read: Callable[[], Any]) -> Any:
         """Return on every rank the result of `read` on rank 0, or raise its error on all."""
         result, error = attempt(read) if self.groups.world.rank == 0 else (None, None)
         with self():
-            result, failure = self.groups.broadcast(what, [result, failure_of(error)])
+            result, failure = self.groups.broadcast(purpose, [result, failure_of(error)])
         raise_failure(error, failure, 0)
         return result
 
-    def on_all(self, what: str, make: Callable[[], Any]) -> Any:
+    def on_all(self, purpose: str, make: Callable[[], Any]) -> Any:
         """Return the result of `make` on each rank, or raise its error on all; one rank prints it."""
         result, error = attempt(make)
         if error is not None and self.stopped:
             raise error  # of a collective call
         try:
             with self():
-                failures = self.groups.gather(what, failure_of(error))
+                failures = self.groups.gather(purpose, failure_of(error))
         except ChannelError:
             raise_failure(error, None, 0)
             raise

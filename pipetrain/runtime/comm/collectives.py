@@ -57,7 +57,7 @@ class World:
 class Ranks:
     """All ranks of a run, over gloo. `timeout`: seconds that a wait for other ranks may take.
 
-    The methods raise ChannelError if another rank does not arrive, or is lost. `beside`: see `for_thread`.
+    The methods raise ChannelError if another rank does not arrive, or is lost. `thread`: see `for_thread`.
     """
 
     def __init__(self, world: World, timeout: float, group: Any = None, thread: int = 0) -> None:

@@ -77,5 +77,5 @@ def sum_error(tie: Tie, group: Any, timeout: float, why: str) -> ChannelError:
     rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
     peers = ", ".join(str(peer) for peer in ranks if peer != rank)
     peers_text = f"one of ranks {peers}" if len(ranks) > 2 else f"rank {peers}"
-    late = f"rank {rank} waited {timeout:g} s for {summed} of {peers_text}"
-    return ChannelError(f"rank {rank} lost {peers_text} at {summed}: {why}" if why else late)
+    expired = f"rank {rank} waited {timeout:g} s for {summed} of {peers_text}"
+    return ChannelError(f"rank {rank} lost {peers_text} at {summed}: {why}" if why else expired)

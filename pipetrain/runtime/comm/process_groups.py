@@ -111,9 +111,8 @@ class ProcessGroups(Ranks):
         limit = timedelta(seconds=self._timeout)
         if self._owns_default_group:
             make_group(self.world, self.store, limit)
-        self._gloo = (
-            dist.group.WORLD if self._owns_default_group else dist.new_group(timeout=limit, backend="gloo")
-        )
+        own = self._owns_default_group
+        self._gloo = dist.group.WORLD if own else dist.new_group(timeout=limit, backend="gloo")
 
     def _connect(self) -> None:
         if self.backend == "nccl":
@@ -218,8 +217,8 @@ class ProcessGroups(Ranks):
     def _settle(self, doing: str, ranks: Collection[int]) -> None:
         """Make the host wait, outside of a window, for what the stream waits for from some ranks."""
         if self.backend == "nccl":
-            late = self.world.rank, self._timeout, set(ranks) - {self.world.rank}, doing
-            self.deadline.add(lambda why: came_too_late(*late))
+            arguments = self.world.rank, self._timeout, set(ranks) - {self.world.rank}, doing
+            self.deadline.add(lambda why: came_too_late(*arguments))
             self.deadline.settle()
 
     def _in_use(self) -> list[Any]:
@@ -287,12 +286,10 @@ def in_disjoint_rounds(groups: Sequence[Collection[int]]) -> list[int]:
     """Return the numbers of groups of ranks, in an order that lets disjoint groups connect at once."""
     rounds: list[list[int]] = []
     for number, ranks in enumerate(groups):
-        disjoint = (
-            members
-            for members in rounds
-            if all(set(ranks).isdisjoint(groups[number_in_round]) for number_in_round in members)
-        )
-        if (first := next(disjoint, None)) is None:
-            rounds.append(first := [])
-        first.append(number)
+        busy = [{rank for member in members for rank in groups[member]} for members in rounds]
+        free = [members for members, ranks_of in zip(rounds, busy, strict=True) if ranks_of.isdisjoint(ranks)]
+        if free:
+            free[0].append(number)
+        else:
+            rounds.append([number])
     return [number for members in rounds for number in members]

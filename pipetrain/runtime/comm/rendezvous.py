@@ -156,9 +156,9 @@ def _meeting(rank: int) -> Iterator[None]:
     except ChannelError:
         raise
     except RuntimeError as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ChannelError(
-            f"rank {rank} could not meet the others at {where}: {cause_of(error)}; look at what rank 0 says"
+            f"rank {rank} could not meet the others at {address}: {cause_of(error)}; look at what rank 0 says"
         ) from error
 
 

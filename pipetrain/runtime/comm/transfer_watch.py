@@ -47,9 +47,9 @@ class TransferWatch:
 
     def add(self, link: Link, works: Sequence[dist.Work]) -> Future[None]:
         """Return a future that is done when all these works are, or has the error of one."""
-        done: Future[None] = Future()
-        self._queues[link].put((works, done))
-        return done
+        finished: Future[None] = Future()
+        self._queues[link].put((works, finished))
+        return finished
 
     def close(self) -> None:
         """End the threads, after everything that was added."""
@@ -59,13 +59,13 @@ class TransferWatch:
 
 def _wait_in_order(queue: _Queue) -> None:
     while (added := queue.get()) is not None:
-        works, done = added
+        works, finished = added
         try:
             for work in works:
                 work.wait(UNLIMITED)
-            done.set_result(None)
+            finished.set_result(None)
         except BaseException as error:  # raised by the engine's thread
-            done.set_exception(error)
+            finished.set_exception(error)
 
 
 class Deadline:
@@ -164,10 +164,10 @@ class Deadline:
             time.sleep(min(1.0, self._timeout / 20))
             self._check_time(time.monotonic())
 
-    def _check_time(self, now: float) -> None:
+    def _check_time(self, time_now: float) -> None:
         since = self._action_start
         for _, error_of in [*self._marked][:1]:
-            if since is not None and now - since > self._timeout:
+            if since is not None and time_now - since > self._timeout:
                 self.fail(error_of(""))
             elif self._broken():
                 self.fail(error_of("the connection has failed"))

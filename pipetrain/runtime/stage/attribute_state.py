@@ -38,10 +38,8 @@ class AttributeState:
         self._device = next((t.device for t in tensors.values()), _NO_FORMAT.device)
         for name, owner in self._owners.items():
             if isinstance(owner, Optimizer):
-                self._named_objects |= {
-                    f"{name}/state": owner.state,
-                    f"{name}/param_groups": owner.param_groups,
-                }
+                self._named_objects[f"{name}/state"] = owner.state
+                self._named_objects[f"{name}/param_groups"] = owner.param_groups
                 self._named_objects |= {f"{name}/{n}": group for n, group in enumerate(owner.param_groups)}
         self._names = {id(named): name for name, named in self._named_objects.items()}
         self._warned = set[str]()

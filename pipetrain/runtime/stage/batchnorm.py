@@ -78,11 +78,8 @@ class BatchStatistics(Observer):
 
     @property
     def buffers(self) -> set[int]:
-        return {
-            id(t)
-            for running in self._running.values()
-            for t in (running.mean, running.variance, running.calls)
-        }
+        """The ids of the running statistics and their counters."""
+        return {id(buffer) for running in self._running.values() for buffer in running[:3]}
 
     @contextmanager
     def around_forward(self, microbatch: Microbatch) -> Iterator[None]:
@@ -105,13 +102,10 @@ class BatchStatistics(Observer):
 
     def _by_call(self, batch: Batch) -> dict[int, list[list[Moments]]]:
         """Return, by norm and call within a forward, the moments of a batch's microbatches."""
-        parts = [self._calls[mb] for mb in batch.mbs]
+        by_norm = {key: [self._calls[mb][key] for mb in batch.mbs] for key in self._running}
         return {
-            key: [
-                [call for call in calls if call is not None]
-                for calls in zip_longest(*(by_norm[key] for by_norm in parts))
-            ]
-            for key in self._running
+            key: [[call for call in calls if call is not None] for calls in zip_longest(*of_microbatches)]
+            for key, of_microbatches in by_norm.items()
         }
 
     def partial_sums(self, batch: Batch, replica: int, replicas: int) -> Tensor | None:
@@ -122,16 +116,14 @@ class BatchStatistics(Observer):
                 mean, variance = combined(parts)
                 count: Any = sum(moments.values for moments in parts)
                 numbers = torch.cat([mean, variance, mean.new_full((1,), count)])
-                places += [
-                    numbers if number == replica else torch.zeros_like(numbers) for number in range(replicas)
-                ]
+                zeros = [torch.zeros_like(numbers)] * replicas
+                places += [*zeros[:replica], numbers, *zeros[replica + 1 :]]
         return torch.cat(places) if places else None
 
     def on_reduced(self, batch: Batch, numbers: Tensor) -> None:
         by_norm, start = self._by_call(batch), 0
-        replicas = len(numbers) // max(
-            1, sum(2 * len(parts[0].mean) + 1 for calls in by_norm.values() for parts in calls)
-        )
+        of_one = sum(2 * len(parts[0].mean) + 1 for calls in by_norm.values() for parts in calls)
+        replicas = len(numbers) // max(1, of_one)
         for calls in by_norm.values():
             for parts in calls:
                 channels, momentum = len(parts[0].mean), parts[0].momentum

@@ -178,9 +178,8 @@ class GraphedStage(Stage):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._free_slots: list[int] = []  # slots
-        self._passes: dict[
-            tuple[int, int], CapturedPass
-        ] = {}  # by slot, and by the storage of a weight version
+        # By slot, and by the storage of a weight version.
+        self._passes: dict[tuple[int, int], CapturedPass] = {}
         # The last microbatch before `capture`, in a list, as a rehearsal restores attributes; then None.
         self._example: list[Example] | None = []
         self._replayed: dict[int, CapturedPass] = {}

@@ -26,18 +26,16 @@ class Rates:
         self._groups = groups = optimizer.param_groups if optimizer else []
         self._initial, self._fraction = self._current(), learning_rate.fraction
         try:
-            self.scheduler = (
-                learning_rate.scheduler(optimizer) if optimizer and learning_rate.scheduler else None
-            )
+            make = learning_rate.scheduler
+            self.scheduler = make(optimizer) if optimizer and make else None
         except Exception as error:  # a user's function may raise anything
             raise ConfigError(
                 f"lr_schedule= fails for the optimizer of a stage, which has {len(groups)} of the parameter "
                 f"groups: {one_line(error)}; let it do without the others"
             ) from error
-        self._last_seen = self._current()  # as last seen
-        self._shown = next(
-            (n for n, group in enumerate(groups) if any(p is shown for p in group["params"])), None
-        )
+        self._last_seen = self._current()
+        holds = [any(p is shown for p in group["params"]) for group in groups]
+        self._shown = holds.index(True) if True in holds else None
         self.used: list[Any] = []
         """The rate of each update since `take`, if it is recorded."""
 
@@ -100,14 +98,10 @@ class Rates:
         """Return each group's rate of an update as a fraction of its first; without a function, of now."""
         if self._fraction is not None:
             return [self._fraction(update)] * len(self._groups)
-        return [
-            _ratio(current, initial) for current, initial in zip(self._current(), self._initial, strict=True)
-        ]
+        return list(map(_ratio, self._current(), self._initial))
 
 
 def _ratio(rate: Any, initial: Any) -> float:
     """Return the ratio of two rates; 1 for rates that would make a host wait."""
-    readable = all(
-        value is not None and not (isinstance(value, Tensor) and value.is_cuda) for value in (rate, initial)
-    )
-    return float(rate) / float(initial) if readable and initial else 1.0
+    unread = (r is None or (isinstance(r, Tensor) and r.is_cuda) for r in (rate, initial))
+    return 1.0 if any(unread) or not initial else float(rate) / float(initial)

@@ -92,7 +92,7 @@ class Meter:
     def _bytes_of(self, number: int, messages: list[Tensor]) -> int:
         """Return the bytes of a stage; each storage counts once, however many tensors use it."""
         stage = self._stages[number]
-        held, state = stage.weights.held()
-        tensors = [*held, *stage.module.parameters(), *stage.module.buffers()]
+        weight_tensors, state = stage.weights.held_tensors()
+        tensors = [*weight_tensors, *stage.module.parameters(), *stage.module.buffers()]
         storages = [t.untyped_storage() for t in strided(tensors, [*stage.open_tensors(), *messages], state)]
         return sum(({id(storage): storage.nbytes() for storage in storages} | self._saved[number]).values())

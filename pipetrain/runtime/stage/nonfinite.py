@@ -98,19 +98,19 @@ class ReadsLater(Observer):
 
     def check(self, wait: bool) -> None:
         while self._arriving and (wait or self._arriving[0][-1].query()):
-            look, numbers, arrived = self._arriving.popleft()
+            handle, numbers, arrived = self._arriving.popleft()
             arrived.synchronize()
-            look(numbers.tolist())
+            handle(numbers.tolist())
 
-    def _read_later(self, look: Callable[[list[float]], None], numbers: Tensor) -> None:
+    def _read_later(self, handle: Callable[[list[float]], None], numbers: Tensor) -> None:
         if not numbers.is_cuda:
-            look(numbers.tolist())
+            handle(numbers.tolist())
             return
         host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         host.copy_(numbers, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
-        self._arriving.append((look, host, arrived))
+        self._arriving.append((handle, host, arrived))
 
 
 class StopOnNaN(ReadsLater):
@@ -125,7 +125,7 @@ class StopOnNaN(ReadsLater):
                 f"update"
             )
 
-    def after_forward(self, microbatch: Microbatch, outputs: Tensors, made: Tensors) -> None:
+    def after_forward(self, microbatch: Microbatch, outputs: Tensors, result: Tensors) -> None:
         objective = self._stage.objective
         if self._all_finite([t for t in outputs if objective or t.requires_grad]):  # a mask may have -inf
             return
@@ -146,8 +146,8 @@ class StopOnNaN(ReadsLater):
         losses = [] if batch.losses is None else [batch.losses.detach()]
         if batch.mbs and any(t.is_cuda for t in (*losses, *gradients.values())):
             bad = not_finite([*gradients.values()] or losses).reshape(1)
-            look = partial(self._check_numbers, batch.mbs if losses else [], self._stage.weights.updates)
-            self._read_later(look, torch.cat([*losses, bad]))
+            handle = partial(self._check_numbers, batch.mbs if losses else [], self._stage.weights.updates)
+            self._read_later(handle, torch.cat([*losses, bad]))
             self.check(wait=False)
             return
         for name, grad in reversed(gradients.items()):  # a backward begins at the last one
@@ -178,9 +178,9 @@ class StopOnNaN(ReadsLater):
             return
         updates = self._stage.weights.updates
         update = updates if update is None else update
-        when = f"{updates - update} updates later" if updates > update else "before the update"
+        timing = f"{updates - update} updates later" if updates > update else "before the update"
         raise TrainingStopped(
-            f"{message} at stage {self._stage.index}, update {update}: stopped {when}; {way_out}"
+            f"{message} at stage {self._stage.index}, update {update}: stopped {timing}; {way_out}"
         )
 
 

@@ -49,7 +49,7 @@ class OptimizerState:
     def tensors_of(self, parameter: Tensor) -> list[Tensor]:
         """Return a parameter's state; complex tensors as pairs. Raises TypeError if it cannot be stored."""
         options, before = self._options(self._groups[id(parameter)]), self._initial_options[id(parameter)]
-        changed = {k: v for k, v in options.items() if k not in before or not _same(v, before[k])}
+        changed = {k: v for k, v in options.items() if k not in before or not _equal(v, before[k])}
         tensors: list[Tensor] = []
         state = dict(self._optimizer.state.get(parameter, {}))
         if correction_state := self._correction_state.get(parameter):
@@ -84,7 +84,7 @@ class OptimizerState:
         self._optimizer.state[parameter] = state
 
 
-def _same(a: Any, b: Any) -> bool:
+def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
     return bool(a == b)

@@ -305,18 +305,18 @@ class ParameterStore:
 
     def drop_gradients(self) -> None:
         if self.optimizer is not None:
-            self.optimizer.zero_grad()  # as a program does
+            self.optimizer.zero_grad()  # an optimizer may do more in it
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def add_version(self, kept: bool) -> None:
-        """Count the stepped parameters as the next version; `kept`: the previous version stays."""
+    def add_version(self, keeps_previous: bool) -> None:
+        """Count the stepped parameters as the next version; `keeps_previous`: the previous version stays."""
         self.newest += 1
-        if kept:
+        if keeps_previous:
             self._versions[self.newest] = self._fresh_leaves()
         else:
             leaves = self._versions.pop(self.newest - 1)
-            increment_version(leaves.values())
+            increment_version(leaves.values())  # the step has changed them in place
             self._versions[self.newest] = leaves
 
     def average_in(self, decay: float, updates: int) -> None:
@@ -363,7 +363,7 @@ class ParameterStore:
         assert self.optimizer is not None
         self.optimizer.state[self.parameters[name]][key] = value
 
-    def held(self) -> tuple[list[Tensor], list[Any]]:
+    def held_tensors(self) -> tuple[list[Tensor], list[Any]]:
         """Return all held tensors, with gradients, and the optimizer's state."""
         leaves = [leaf for version in self._versions.values() for leaf in version.values()]
         tensors = [*self.parameters.values(), *leaves, *self._average.values()]

@@ -53,7 +53,7 @@ class Recompute:
         nothing = saved_tensors_hooks(lambda tensor: None, _no_backward)
         with nothing, _SavesExpensive(results) if self._keeps else nullcontext():
             yield
-        self.results = deque(None if seen._version else result for result, seen in results.recorded)
+        self.results = deque(None if passed_on._version else result for result, passed_on in results.recorded)
 
     def end(self, outputs: Sequence[Tensor]) -> None:
         """End the first forward, including the loss. `outputs`: to be compared with those of the second."""
@@ -130,6 +130,6 @@ class _Results(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def add_output(self, output: Tensor) -> None:
         for result in self._of_operation:
-            same = storage_of(result) == storage_of(output)
-            self.recorded.append((result, output if same else result))
+            shares_storage = storage_of(result) == storage_of(output)
+            self.recorded.append((result, output if shares_storage else result))
         self._of_operation = []

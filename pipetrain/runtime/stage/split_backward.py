@@ -76,10 +76,7 @@ class Deferred(Watching):
         operations, at_once = self.operations, self._at_once
         self.operations, self._at_once = [], []
         weights = {id(weight): weight for operation in operations for weight in operation.weights}
-        edges, grads = (
-            [operation.edge for operation in operations],
-            [operation.grad for operation in operations],
-        )
+        edges, grads = [op.edge for op in operations], [op.grad for op in operations]
         for leaf, grad in at_once:
             if id(leaf) in weights:  # one sum for the microbatch, as in a whole backward
                 edges.insert(0, get_gradient_edge(leaf))
@@ -99,7 +96,7 @@ class Deferred(Watching):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if func is torch.einsum and len(args) == 2 and isinstance(args[1], list | tuple):
-            args = (args[0], *args[1])
+            args = (args[0], *args[1])  # the operands may be given as a list
         result = self._defer(func, args, kwargs) if func in EXPENSIVE else None
         return func(*args, **kwargs) if result is None else result
 
@@ -111,15 +108,13 @@ class Deferred(Watching):
             return None
         operands = [*args, *kwargs.values()]
         # `leaf`: the weight that an operand is, or is a view of.
-        tensors = [
-            (position, t, self._leaf_of(t)) for position, t in enumerate(operands) if isinstance(t, Tensor)
-        ]
+        tensors = [(n, t, self._leaf_of(t)) for n, t in enumerate(operands) if isinstance(t, Tensor)]
         trained = [t for _, t, leaf in tensors if leaf is not None]
         # Deferring needs a weight of two or more dimensions and another tensor.
         if len(trained) == len(tensors) or all(t.dim() < 2 for t in trained):
             return None
         entering, inputs = [], []
-        for position, tensor, leaf in tensors:
+        for position, tensor, leaf in tensors:  # the small graph begins at copies of the inputs
             if leaf is None and tensor.requires_grad:
                 entering.append(_cast(tensor) if function in LOWERED else tensor)
                 operands[position] = entering[-1].detach().requires_grad_()

@@ -199,9 +199,9 @@ class Stage:
             sent.append(t.detach() if require and not slice.copies_output else t.detach().clone())
         return tuple(sent)
 
-    def _unplanned_error(self, mb: int, what: str) -> TrainingStopped:
+    def _unplanned_error(self, mb: int, fact: str) -> TrainingStopped:
         return TrainingStopped(
-            f"{what} in microbatch {mb} of stage {self.index}, and the plan, made for the first batch, says "
+            f"{fact} in microbatch {mb} of stage {self.index}, and the plan, made for the first batch, says "
             f"otherwise: which of its inputs a layer uses, which outputs the loss uses, and which of them "
             f"depend on weights, must not change from one microbatch to another; let the loss add "
             f"0 * output.sum() of others, or keep the layer in one stage with those beside it, by partition="

@@ -98,7 +98,7 @@ class Weights:
         `skip` 1 drops the gradient, which is `delay` updates late; without `updates` it is not used.
         """
         store = self.store
-        if keep:
+        if keep:  # a later action reads the version that the step would overwrite
             store.keep()
         if store.optimizer is not None:
             self.rates.prepare(self.updates)
@@ -157,19 +157,19 @@ class Weights:
             for key, value in by_name[name].items():
                 copied = value.clone() if isinstance(value, Tensor) else value
                 if key in SAVED_KEYS:
-                    late = self.correction_state.state
-                    late.setdefault(self.store.parameters[name], {})[key] = copied
+                    state = self.correction_state.state
+                    state.setdefault(self.store.parameters[name], {})[key] = copied
                 else:
                     self.store.set_optimizer_value(name, key, copied)
 
-    def held(self) -> tuple[list[Tensor], list[Any]]:
+    def held_tensors(self) -> tuple[list[Tensor], list[Any]]:
         """Return all held tensors, with gradients, and the state of the optimizer and the correction."""
-        tensors, state = self.store.held()
+        tensors, state = self.store.held_tensors()
         return tensors, [*state, *self.correction_state.state.values()]
 
     def changing(self) -> tuple[list[Tensor], list[Any]]:
         """Return the tensors, and the lists, dicts and sets, that windows change."""
         tensors, containers = self.store.changing()
-        late = self.correction_state.state
-        tensors += [t for t in tree_leaves(list(late.values())) if isinstance(t, Tensor)]
-        return tensors, [*containers, vars(self), late, *late.values(), vars(self.rates), self.rates.used]
+        state = self.correction_state.state
+        tensors += [t for t in tree_leaves(list(state.values())) if isinstance(t, Tensor)]
+        return tensors, [*containers, vars(self), state, *state.values(), vars(self.rates), self.rates.used]
