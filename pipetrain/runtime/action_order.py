@@ -20,7 +20,6 @@ from pipetrain.runtime.stage.microbatch import Saving
 from pipetrain.schedule.actions import (
     RECEIVES,
     Action,
-    Edge,
     Op,
     Predicted,
     Read,
@@ -29,7 +28,7 @@ from pipetrain.schedule.actions import (
     predictions,
     shortened,
 )
-from pipetrain.schedule.policy import ForwardBackward, Wait
+from pipetrain.schedule.policy import Wait
 from pipetrain.schedule.posting_order import Post, Sum
 from pipetrain.schedule.stop_points import StopPoints, stop_points_in
 
@@ -139,7 +138,7 @@ class DecidedOrder(Order):
     """What a policy decides for the only stage of a rank, whose list is an example with the same messages.
 
     Forwards read only the newest weights, so an older version is needed while a microbatch that read it is
-    open. `stages`, `routes`: of the whole pipeline; at most `ahead` receives are posted ahead on an edge.
+    open.
     """
 
     _watched = True
@@ -151,25 +150,24 @@ class DecidedOrder(Order):
         batches: int,
         microbatches: int,
         stop_check: Callable[[int, int], bool] | None,
-        policy: ForwardBackward,
-        stages: int,
-        routes: Sequence[Edge],
-        ahead: int,
+        plan: Plan,
     ) -> None:
         super().__init__(actions, rank_of, batches, microbatches, stop_check)
-        self._policy, self._stages, self._routes, self._ahead = policy, stages, routes, ahead
+        self._plan = plan
+        self._ahead = max(plan.cut.bounds.values(), default=0)  # receives posted ahead on an edge, at most
         self._reads: dict[int, int] = {}  # open microbatch -> weight version
 
     def _with_actions(self, actions: Sequence[Action], batches: int) -> Order:
-        of_pipeline = self._policy, self._stages, self._routes, self._ahead
-        return DecidedOrder(actions, self.rank_of, batches, self.microbatches, None, *of_pipeline)
+        return DecidedOrder(actions, self.rank_of, batches, self.microbatches, None, self._plan)
 
     def needed(self, stage: int, read: Read) -> bool:
         return read in self._reads.values()
 
     def actions(self, mail: Mailbox, before_wait: Callable[[], None]) -> Iterator[Action]:
-        of_pipeline = self._list[0].stage, self._stages, lambda: self.batches, self.microbatches
-        for action in self._policy.lowered(*of_pipeline, mail, self._routes, bool(self._recomputed)):
+        plan, policy, recomputes = self._plan, self._plan.draft.policy, bool(self._recomputed)
+        assert policy is not None
+        window = self._list[0].stage, plan.stages, lambda: self.batches, self.microbatches
+        for action in policy.lowered(*window, mail, plan.cut.edges, recomputes):
             if isinstance(action, Wait):
                 before_wait()
                 self.waiting = action
@@ -199,12 +197,10 @@ def order_of(
 ) -> Order:
     """Return the actions of a rank in a window of `batches` batches, of training or else of evaluation."""
     window = plan.training(batches) if trains else plan.evaluation(batches)
-    m, policy, points = plan.settings.microbatches if trains else 1, plan.draft.policy, StopPoints()
+    m, points = plan.settings.microbatches if trains else 1, StopPoints()
     common = window.program[rank], window.home, batches, m, stop_check
     if window.posts is None:
-        assert policy is not None
-        ahead = max(plan.cut.bounds.values(), default=0)
-        return DecidedOrder(*common, policy, plan.stages, plan.cut.edges, ahead)
+        return DecidedOrder(*common, plan)
     if stop_check is not None and not plan.replicated:
         points = stop_points_in(window.program[rank], m, window.posts.ahead)
     elif stop_check is not None and trains:  # in an evaluation no rank is ahead of all others

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from itertools import chain
 
 import torch
 
@@ -46,14 +47,10 @@ def make_engine(
         if norms and groups.world.size > 1:
             channel.all_reduce(ALL, torch.zeros(plan.stages, dtype=torch.float64))
             channel.reduced(ALL)
-        uncaptured_reasons = [
-            reason for reasons in groups.gather("the rehearsal", uncaptured) for reason in reasons
-        ]
+        reasons = [*chain.from_iterable(groups.gather("the rehearsal", uncaptured))]
         uncaptured.clear()
-        if uncaptured_reasons and not groups.world.rank:
-            log.info(
-                "pipetrain: not all passes are CUDA graphs (cuda_graphs=auto): %s", uncaptured_reasons[0]
-            )
+        if reasons and not groups.world.rank:
+            log.info("pipetrain: not all passes are CUDA graphs (cuda_graphs=auto): %s", reasons[0])
 
     def capture() -> None:
         requested, room = plan.settings.cuda_graphs, gpu_bytes(groups.device.type, groups.ranks_on_gpu)
@@ -61,15 +58,13 @@ def make_engine(
         for index, stage in stages.items() if requested else ():
             reason, graphs = plan.not_captured(index), plan.graph_bytes(index)
             if isinstance(stage, GraphedStage):
-                reason = (
-                    no_room_sentence(graphs, planned_bytes, room) if room and requested is not True else ""
-                )
+                reason = ""
+                if room and requested is not True:
+                    reason = no_room_sentence(graphs, planned_bytes, room)
                 reason = stage.capture(bounds[index].activations, bounds[index].versions, reason)
                 if reason and requested is True:
-                    raise ConfigError(
-                        f"cuda_graphs: the passes of stage {index} cannot be captured: {reason}; leave "
-                        f"cuda_graphs out"
-                    )
+                    what = f"the passes of stage {index} cannot be captured"
+                    raise ConfigError(f"cuda_graphs: {what}: {reason}; leave cuda_graphs out")
             if reason:
                 uncaptured.append(reason)
             else:
