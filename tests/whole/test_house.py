@@ -38,6 +38,7 @@ SEEN_IN = {
     "runtime/engine_factory": "whole/test_equivalence",
     "runtime/session": "whole/test_equivalence",
     "runtime/stage/stage_factory": "runtime/stage/test_stage",
+    "runtime/stage/stage_options": "runtime/stage/test_stage",
     "runtime/window_run": "trainer/test_windows",
     "runtime/whole_model": "whole/test_any_module",
     "schedule/plot": "schedule/test_text",
