@@ -36,6 +36,7 @@ MOST_WORK = 2e9  # floating-point operations of a sample's forward: a second in 
 MOST_OF_A_CHAIN, MOST_OF_A_TRACE = 5e8, 1e10  # where stages are compared with the model by numbers
 ENOUGH_WORK = 2e9  # of all samples, for which there are more than two
 MOST_SAMPLES = 8
+_AT_A_CUT = ("CloneBackward0", "ToCopyBackward0")  # operations that stages have and the model has not
 OF_A_LOSS = (
     "a loss may read from the model what the last stage has: its weights, whenever it is called, as by "
     "model.parameters(), and of an nn.Sequential what its layers keep of their forward. Let the model return "
@@ -141,7 +142,7 @@ class _Runs:
             return results | others
 
     def _terms(self, module: nn.Module, outputs: Any, weights: Mapping[Tensor, str]) -> Results:
-        """Return by name the weights of which the loss has terms, beside the outputs."""
+        """Return of which weights the loss has terms beside the outputs, and the size of their graph."""
         of_model = not isinstance(module, Part)
         if not of_model and not self.computed_loss:
             return {}
@@ -149,20 +150,24 @@ class _Runs:
             outputs, here = module.pack(outputs), set(map(id, module.parameters()))
             replace([self._network.model], {id(w): w.detach() for w in weights if id(w) not in here})
         else:
-            weights = {**weights, **self._weights}  # a loss may hold a parameter itself
+            held = {weight: f"{name}, a parameter that it holds," for weight, name in self._weights.items()}
+            weights = {**weights, **held}
         if self._plan.numerics.autocast:
             outputs = cast_floats(outputs, self._plan.settings.dtype)
         try:
             loss = self._task.loss(on_each(outputs, Tensor.detach), self._targets)
             if loss.dim():
                 raise ValueError(f"it returns {list(loss.shape)}")
-            leaves = {id(getattr(node, "variable", None)) for node in graph_of(loss)}
+            graph = graph_of(loss)
         except Exception as error:
             if of_model:
                 return {}
             raise RuntimeError(f"{LOSS} failed: {one_line(error)}") from error
         self.computed_loss = True
-        return {f"{LOSS}'s term of {name}": torch.ones(()) for w, name in weights.items() if id(w) in leaves}
+        leaves = {id(getattr(node, "variable", None)) for node in graph}
+        terms = {f"{LOSS}'s term of {name}": torch.ones(()) for w, name in weights.items() if id(w) in leaves}
+        operations = [node for node in graph if node.name() not in _AT_A_CUT]
+        return terms | {f"{LOSS}'s graph beside its outputs": torch.ones(len(operations))}
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """Return a tensor that may be changed; a trace writes no parameter."""

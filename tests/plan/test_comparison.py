@@ -333,10 +333,12 @@ def test_a_loss_may_read_its_own_stage_alone(most, monkeypatch):
         (traced, [], lambda: layers[1].aux, r"layers\.0\.inner\.weight"),
         (chain, [1], lambda: layers[0].inner.weight.sum(), r"0\.inner\.weight"),
         (traced, [1], lambda: layers[0].inner.weight.sum(), r"layers\.0\.inner\.weight"),
-        (chain, [], lambda: held.sum(), r"1\.inner\.weight"),
+        (chain, [], lambda: held.sum(), r"1\.inner\.weight, a parameter that it holds,"),
     ]:
         with pytest.raises(ConfigError, match=says.format(weight)):
             prove_loss_of(model, cuts, term)
+    with pytest.raises(ConfigError, match=r"the loss's graph beside its outputs differs.*; a loss may read"):
+        prove_loss_of(chain, [1], lambda: layers[0].aux + layers[1].aux)
     for layer in layers:
         layer.aux = None
     with pytest.raises(
