@@ -113,9 +113,15 @@ def text(words: str) -> Rule:
     return Rule(words, lambda key, value: kept(value, isinstance(value, str) and value != ""))
 
 
+def callable_rule(words: str = "a function") -> Rule:
+    """Return the rule for something that can be called."""
+    return Rule(words, lambda key, value: kept(value, callable(value)))
+
+
 COUNT = whole(1)
 POSITIVE = number("a finite number above 0", lambda value: 0 < value < math.inf)
 SHARE = number("a number from 0 to below 1", lambda value: 0 <= value < 1)
+FUNCTION = callable_rule()
 BOOL = Rule("true or false", lambda key, value: kept(value, isinstance(value, bool)))
 PATH = Rule(
     "the path of a file or a folder",

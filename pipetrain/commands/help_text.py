@@ -74,13 +74,14 @@ def _choices() -> dict[str, tuple[str, str, list[str]]]:
     """Return each group's choice, what is said of it, and the names to choose from."""
     choices = filter(None, map(_CHOICE.fullmatch, _texts("", "config").splitlines()))
     return {
-        one["key"]: (one["value"], one["says"], names_of(one["key"].partition(".")[0])) for one in choices
+        choice["key"]: (choice["value"], choice["says"], names_of(choice["key"].partition(".")[0]))
+        for choice in choices
     }
 
 
 def _texts(group: str, choice: str) -> str:
     """Return what the files of a choice say; there may be several, as in [tensorboard,wandb]."""
-    files = [conf_dir() / group.partition(".")[0] / f"{one}.yaml" for one in choice.strip("[]").split(",")]
+    files = [conf_dir() / group.partition(".")[0] / f"{name}.yaml" for name in choice.strip("[]").split(",")]
     return "\n".join(file.read_text() for file in files if file.is_file())
 
 
@@ -100,7 +101,7 @@ def _options(
         if (match := _OPTION.fullmatch(line)) is None or match["key"] == "defaults":
             continue
         depth, value = len(match["indent"]), match["value"]
-        above = [one for one in above if one[0] < depth] + [(depth, match["key"])]
+        above = [parent for parent in above if parent[0] < depth] + [(depth, match["key"])]
         if not value or value == "{}" or any(_NO_OPTION.fullmatch(key) for _, key in above):
             continue
         key = ".".join(filter(None, (prefix, *(key for _, key in above))))
@@ -110,7 +111,7 @@ def _options(
         if heading:
             yield from ("", heading)
             heading = ""
-        value = _OF_DATA.sub(lambda of: str(OmegaConf.select(data, of[1], default="...")), value)
+        value = _OF_DATA.sub(lambda key: str(OmegaConf.select(data, key[1], default="...")), value)
         yield _line(f"{key}={value.partition('${')[0]}{'...' * ('${' in value)}", match["says"] or "")
 
 

@@ -34,7 +34,7 @@ from pipetrain.config.choices import conf_dir
 from pipetrain.config.placement import RULES, places_of, processes, spans
 from pipetrain.errors import ConfigError
 from pipetrain.exit import guarded, unread
-from pipetrain.rules import BOOL, COUNT, PATH, POSITIVE, whole
+from pipetrain.rules import BOOL, COUNT, PATH, POSITIVE, Rule, kept, whole
 from pipetrain.schedule.actions import Placement, ScheduleError, most_open, ranks_of
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.memory import GIB
@@ -46,6 +46,10 @@ from pipetrain.schedule.transforms import joined
 from pipetrain.targets import NotMade, make
 
 BATCHES = whole(1, 1000)  # seconds to prove and to draw, and more of them show nothing else
+SPAN = Rule(
+    "all, or from which cell to which, such as 0-40",
+    lambda key, value: (0, sys.maxsize) if value == "all" else _cells(str(value)),
+)
 RANKS = whole(1, 64)  # some seconds: a stage can be added in about ranks^4 / 24 ways
 WORK = 3  # forwards that a rank's work for a microbatch takes, with its backward
 SILENCE_S = 10.0  # between two lines about what takes long
@@ -118,7 +122,8 @@ def show_plan(cfg: DictConfig, batches: int) -> None:
     from pipetrain.schedule.plot import as_figure
 
     plan = planned(values_of(cfg), str(HydraConfig.get().runtime.choices["schedule"]), batches)
-    span, out = _span(cfg), cfg.out and Path(str(cfg.out))
+    span = None if cfg.span is None else SPAN.read("span", cfg.span)
+    out = cfg.out and Path(str(cfg.out))
     _say_draft(cfg)
     if cfg.costs and out is None and span is None:
         write_rows(plan, sys.stdout)
@@ -147,14 +152,10 @@ def _say_draft(cfg: DictConfig) -> None:
         )
 
 
-def _span(cfg: DictConfig) -> tuple[int, int] | None:
-    """Return the first and last cell of the timeline to draw; None for what shows it in short."""
-    if cfg.span in (None, "all"):
-        return (0, sys.maxsize) if cfg.span else None
-    ends = re.fullmatch(r"(\d+)-(\d+)", str(cfg.span))
-    if ends is None or int(ends[1]) >= int(ends[2]):
-        raise ConfigError(f"span={cfg.span} must be all, or from which cell to which, such as 0-40")
-    return int(ends[1]), int(ends[2])
+def _cells(text: str) -> tuple[int, int]:
+    """Return the first and last cell of the timeline to draw. Raises ValueError."""
+    first, last = map(int, text.split("-"))
+    return kept((first, last), first < last)  # type: ignore[no-any-return]
 
 
 # Cuts and replicas, without a schedule
@@ -203,8 +204,12 @@ def show_advice(cfg: DictConfig, progress: _Progress) -> None:
     words = HydraConfig.get().overrides.task
     free = not timed and not any(word.startswith("microbatches=") for word in words)
     by_name = {
-        name: (alternatives(one, stages * free), _batches(one), [] if cfg.costs else _of_run(words_of_one))
-        for name, (one, words_of_one) in configurations.items()
+        name: (
+            alternatives(configuration, stages * free),
+            _batches(configuration),
+            [] if cfg.costs else _of_run(its_words),
+        )
+        for name, (configuration, its_words) in configurations.items()
     }
     print(f"{advice(by_name, stages, lambda name: progress.next(name, [*by_name]))}{notes}", end="")
     _say_draft(cfg)
@@ -226,10 +231,10 @@ def show_table(cfg: DictConfig, progress: _Progress) -> None:
     ranks = 1 + max(map(max, places))
     configurations, notes = _configurations(cfg, f"microbatches={m}")
     rows = []
-    for name, (one, _) in configurations.items():
+    for name, (configuration, _) in configurations.items():
         progress.next(name, [*configurations])
         try:
-            rows.append([name, *_on_even_stages(one, places, _batches(one), m)])
+            rows.append([name, *_on_even_stages(configuration, places, _batches(configuration), m)])
         except (ConfigError, ScheduleError) as error:
             notes += f"without {name}: {error}\n"
     if not rows:
@@ -238,7 +243,7 @@ def show_table(cfg: DictConfig, progress: _Progress) -> None:
         )
     head = ["schedule", "batch", "bubble", "activations", "versions", "staleness"]
     work, part = "all stages equal", f"1/{ranks} of the model" if ranks > 1 else "the model"
-    if any(len(of) > 1 for of in places):
+    if any(len(ranks_of_place) > 1 for ranks_of_place in places):
         work, part = f"placement={spans(places)}, a stage's work as its ranks", "its part of the model"
     print(
         f"{counted(ranks, 'rank')}, {counted(m, 'microbatch')} a batch; {work}, "
@@ -257,7 +262,11 @@ def _configurations(cfg: DictConfig, *more: str) -> tuple[dict[str, tuple[DictCo
     """
     words, names = list(HydraConfig.get().overrides.task), _names(cfg)
     options, configurations = _options(words, names), {}
-    notes = (f"{word.lstrip('+')} is for {', '.join(of)}\n" for word, of in options.items() if of != names)
+    notes = (
+        f"{word.lstrip('+')} is for {', '.join(schedules)}\n"
+        for word, schedules in options.items()
+        if schedules != names
+    )
     for name in names:
         its = [word for word in words if name in options.get(word, names) and not word.startswith("compare=")]
         configurations[name] = hydra.compose("plan", overrides=[*its, f"schedule={name}", *more]), its
@@ -276,8 +285,8 @@ def _options(words: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]
     words = [word for word in words if word.lstrip("+").startswith("schedule.")]
     keys = {name: hydra.compose("plan", overrides=[f"schedule={name}"]).schedule for name in names if words}
     options = {word: [name for name in keys if re.split("[.=]", word)[1] in keys[name]] for word in words}
-    for word, of in options.items():
-        if not of:
+    for word, schedules in options.items():
+        if not schedules:
             raise ConfigError(f"{word.lstrip('+')} is an option of none of these schedules: leave it out")
     return options
 
@@ -327,16 +336,13 @@ def _on_even_stages(cfg: DictConfig, places: Placement, batches: int, microbatch
 
 def _names(cfg: DictConfig) -> list[str]:
     """Return the names of the schedules to compare. Raises ConfigError."""
-    known = sorted(GlobalHydra.instance().config_loader().get_group_options("schedule"))
+    names = sorted(GlobalHydra.instance().config_loader().get_group_options("schedule"))
     named = [str(name) for name in cfg.compare] if isinstance(cfg.compare, ListConfig) else [str(cfg.compare)]
     if cfg.compare is None or named == ["all"]:
-        return known
-    if not named or not set(named) <= {*known}:
-        raise ConfigError(
-            f"compare={cfg.compare} names a schedule that there is not, or none: write compare=all, or some "
-            f"of {', '.join(known)}, as compare=[1f1b,zbv]"
-        )
-    return list(dict.fromkeys(named))
+        return names
+    words = f"all, or some of {', '.join(names)}, as [1f1b,zbv]"
+    some = Rule(words, lambda key, value: kept(value, bool(value) and set(value) <= {*names}))
+    return list(dict.fromkeys(some.read("compare", named)))
 
 
 def _places(cfg: DictConfig) -> Placement:

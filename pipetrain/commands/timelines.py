@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pipetrain.errors import ConfigError
 from pipetrain.exit import guarded
+from pipetrain.rules import COUNT
 from pipetrain.schedule import chrome
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.plot import as_stack
@@ -35,11 +36,10 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _write(runs: Sequence[Path], out: Path, batches: int) -> int:
-    if batches < 1:
-        raise ConfigError(f"--batches {batches} must be a whole number of batches, 1 or more")
+    COUNT.read("--batches", batches)
     traced = [_median_window(run / TRACE if run.is_dir() else run, batches) for run in runs]
     first_s = _batch_s(traced[0][1])
-    titled = [(_title(name, one, first_s), one.timeline, end) for name, one, end in traced]
+    titled = [(_title(name, window, first_s), window.timeline, end) for name, window, end in traced]
     try:
         as_stack(titled, out)
     except OSError as error:
@@ -53,7 +53,7 @@ def _median_window(path: Path, batches: int) -> tuple[str, TracedWindow, float]:
     try:
         about, windows = chrome.read(path)
         whole = [window for window in windows if _batches(window) == max(map(_batches, windows))]
-        window = sorted(whole, key=lambda one: one.timeline.makespan)[len(whole) // 2]
+        window = sorted(whole, key=lambda window: window.timeline.makespan)[len(whole) // 2]
         name = (
             f"{about['model']}, {about['schedule']}  ·  {counted(about['ranks'], 'rank')} on "
             f"{about['device']}  ·  batch {about['batch_size']} in "

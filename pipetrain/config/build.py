@@ -21,10 +21,12 @@ from pipetrain.errors import ConfigError, one_line
 from pipetrain.model import factory
 from pipetrain.model.requirements import require_module
 from pipetrain.model.specs import specs_of
-from pipetrain.rules import BOOL, POSITIVE, Misfit, decoded, instance_of
+from pipetrain.rules import BOOL, FUNCTION, POSITIVE, Misfit, callable_rule, decoded, instance_of
 from pipetrain.schedule.actions import Schedule
 from pipetrain.targets import NotMade, RefersToNothing, located, make
 from pipetrain.tasks import Mean, Metric, Task
+
+_SCHEDULE = callable_rule("a function; its YAML needs `_partial_: true` beside `_target_`")
 
 
 def build(cfg: Mapping[str, Any], group: str) -> Any:
@@ -64,14 +66,14 @@ def _refuse_unknown(key: str, node: Mapping[str, Any]) -> None:
         parameters = inspect.signature(target, follow_wrapped=False).parameters
     except Exception:  # it has none, or a module that cannot be imported, which is said when it is built
         return
-    known = {*parameters}
+    names = {*parameters}
     if isinstance(target, type) and is_dataclass(target):
-        known |= {*dir(target), *getattr(target, "attribute_map", ())}
+        names |= {*dir(target), *getattr(target, "attribute_map", ())}
     elif any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     for name in map(str, node):
-        if not known & {name, f"_{name}"} and not name.startswith("_"):
-            close = " or ".join(nearest(name, known))
+        if not names & {name, f"_{name}"} and not name.startswith("_"):
+            close = " or ".join(nearest(name, names))
             meant = close and f"did you mean {close}? If not, "
             raise ConfigError(
                 f"{key} cannot be built: {node['_target_']} takes no {name}; {meant}leave it out with "
@@ -81,10 +83,8 @@ def _refuse_unknown(key: str, node: Mapping[str, Any]) -> None:
 
 def make_schedule(cfg: Mapping[str, Any]) -> Schedule:
     """Return the program function that `cfg.schedule` names. Raises ConfigError."""
-    schedule: Schedule = build(cfg, "schedule")
-    if not callable(schedule):
-        raise ConfigError("schedule must be a function; its YAML needs `_partial_: true` beside `_target_`")
-    return schedule
+    schedule = build(cfg, "schedule")
+    return _SCHEDULE.read("schedule", schedule)  # type: ignore[no-any-return]
 
 
 def make_task(cfg: Mapping[str, Any]) -> Task:
@@ -144,9 +144,7 @@ def build_function(key: str, node: object) -> Any:
     function = build_node(key, node, partial=True)
     if isinstance(function.func, type):
         function = build_node(key, node)
-    if not callable(function) and not isinstance(function, Metric):
-        raise ConfigError(f"{key} must be a function; got {type(function).__name__}")
-    return function
+    return function if isinstance(function, Metric) else FUNCTION.read(key, function)
 
 
 def model_of(cfg: Mapping[str, Any], seed: int) -> nn.Module | Callable[[], nn.Module]:
@@ -204,7 +202,7 @@ def _try_codec(key: str, codec: Codec) -> None:
             wire, back = specs_of(tensors), specs_of([codec.decode(tensors, spec)])
     except Exception as error:  # a user's class may raise anything
         raise ConfigError(f"{key} cannot carry {spec}: {type(error).__name__}: {one_line(error)}") from error
-    for what, specs, wanted in (("encodes", wire, stated), ("decodes", back, (spec,))):
-        if specs != wanted:
-            actual, meant = (" + ".join(map(str, some)) for some in (specs, wanted))
+    for what, specs, expected in (("encodes", wire, stated), ("decodes", back, (spec,))):
+        if specs != expected:
+            actual, meant = (" + ".join(map(str, some)) for some in (specs, expected))
             raise ConfigError(f"{key} {what} {spec} to {actual}, and should to {meant}; see Codec.wire_specs")

@@ -30,10 +30,10 @@ def nearest(typed: str, names: Collection[str]) -> list[str]:
     words = _words(typed)
     if words.issuperset(_split(typed)) and (close := _close(typed, [*names, *leaves], cutoff=0.85)):
         return [leaves.get(name, name) for name in close]
-    of = {name: _words(leaf) for leaf, name in leaves.items()}
-    shares = {name: len(of[name] & words) / len(of[name] | words or {""}) for name in of}
+    words_of = {name: _words(leaf) for leaf, name in leaves.items()}
+    shares = {name: len(words_of[name] & words) / len(words_of[name] | words or {""}) for name in words_of}
     most = max(0.25, *shares.values())
-    return sorted(name for name in of if shares[name] == most)[:3] or _close(typed, names, cutoff=0.7)
+    return sorted(name for name in words_of if shares[name] == most)[:3] or _close(typed, names, cutoff=0.7)
 
 
 _close = partial(get_close_matches, n=1)
@@ -62,9 +62,9 @@ def shipped(group: str, name: object) -> dict[str, Any] | None:
 
 def chosen(key: str, group: str, name: object) -> dict[str, Any]:
     """Return what conf/ has by a name of a group, which was given as `key`. Raises ConfigError."""
-    if (known := shipped(group, name)) is None:
+    if (values := shipped(group, name)) is None:
         raise ConfigError(f"{key}={name} is unknown; choose one of {', '.join(names_of(group))}")
-    return known
+    return values
 
 
 def names_of(group: str) -> list[str]:

@@ -259,7 +259,7 @@ class Settings:
 
     def shared(self) -> dict[str, Any]:
         """Return what is the same on all ranks: each may have its own threads, and its own patience."""
-        named = {one.name: getattr(self, one.name) for one in fields(self)}
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
         named |= {name: repr(named[name]) for name in _WRITTEN}
         return {name: value for name, value in named.items() if name not in ("threads", "timeout")}
 
@@ -326,7 +326,7 @@ class Settings:
 @cache
 def options() -> dict[str, Option]:
     """Return the options by the names of their fields."""
-    by_name = {one.name: one.metadata["option"] for one in fields(Settings) if one.metadata}
+    by_name = {field.name: field.metadata["option"] for field in fields(Settings) if field.metadata}
     return {name: option._replace(key=option.key or name) for name, option in by_name.items()}
 
 

@@ -23,6 +23,7 @@ from pipetrain.model.requirements import own_dtype, require_module
 from pipetrain.model.specs import Value
 from pipetrain.plan.program import Draft
 from pipetrain.plan.staleness_advice import settled
+from pipetrain.rules import Rule, kept
 from pipetrain.runtime.stage.optimizer_trial import trial_optimizer, try_optimizer
 from pipetrain.runtime.stage.parameter_store import OptimizerFactory
 from pipetrain.schedule.actions import Schedule, parse_program
@@ -40,6 +41,12 @@ _ARGUMENTS = (  # beside the options
     "model", "loss", "optimizer", "schedule", "task", "metrics", "weight", "param_groups", "lr_schedule",
     "sample", "targets", "weights",
 )  # fmt: skip
+
+
+_TARGETS = Rule(
+    "the name of the targets in a batch, as in targets='label', or names",
+    lambda key, value: kept(value, bool(value) and all(isinstance(name, str) for name in value)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +87,7 @@ class Arguments:
         made, named = trial_optimizer(factory, model)
         first = made.param_groups[0]
         lr = float(first.get("lr") or 0.0)
-        shown = next(name for name, p in named if any(p is one for one in first["params"]))
+        shown = next(name for name, p in named if any(p is parameter for parameter in first["params"]))
         rate = asked_rate(lr_schedule, shown, made)
         options = optim.options or {"_target_": title(made)}
         settings = settled(draft.settings, str(options["_target_"]), len(draft.placement))
@@ -94,9 +101,9 @@ def read_optimizer(function: Any, groups: Mapping[str, Mapping[str, Any]] | None
         return function
     name = getattr(function, "__qualname__", type(function).__qualname__)
     if not callable(function):
-        known = {kind.lower(): kind for kind in dir(torch.optim)}
-        wanted = name if hasattr(function, "param_groups") else str(function)
-        example = f"torch.optim.{known.get(wanted.lower(), 'SGD')}"
+        kinds = {kind.lower(): kind for kind in dir(torch.optim)}
+        named = name if hasattr(function, "param_groups") else str(function)
+        example = f"torch.optim.{kinds.get(named.lower(), 'SGD')}"
         raise ConfigError(
             f"Pipeline needs optimizer=, such as lambda p: {example}(p, ...), a function of a stage's own "
             f"parameters; got {name}"
@@ -148,14 +155,8 @@ def read_targets(targets: str | Sequence[str] | None, task: Task) -> NamedTarget
 
 
 def _names_of(targets: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
-    if targets is None or (isinstance(targets, str) and targets):
-        return targets
-    names = tuple(targets) if isinstance(targets, list | tuple) else ()
-    if not names or not all(isinstance(name, str) for name in names):
-        raise ConfigError(
-            f"targets={targets!r} must be the name of the targets in a batch, as in targets='label', or names"
-        )
-    return names
+    names = tuple(targets) if isinstance(targets, list | tuple) else targets
+    return None if names is None else _TARGETS.read("targets", names)
 
 
 def read_draft(
@@ -189,11 +190,13 @@ def read_options(
     """
     _refuse_unknown(keywords)
     options = {name: value for name, value in keywords.items() if value is not None}
-    own = own_dtype(model)
-    values = {**defaults, "dtype": own or torch.float32, **options}
-    known: dict[str, Any] = {"model": type(model).__name__, "schedule": schedule, "samples": None}
+    its_dtype = own_dtype(model)
+    values = {**defaults, "dtype": its_dtype or torch.float32, **options}
+    about: dict[str, Any] = {"model": type(model).__name__, "schedule": schedule, "samples": None}
     typed = "dtype" in options
-    return Settings.read(values, ranks, **known, casts_weights=typed, casts_data=typed or own is not None)
+    return Settings.read(
+        values, ranks, **about, casts_weights=typed, casts_data=typed or its_dtype is not None
+    )
 
 
 def _refuse_unknown(keywords: Iterable[str]) -> None:
@@ -210,9 +213,9 @@ def _refuse_unknown(keywords: Iterable[str]) -> None:
 
 def read_schedule(schedule: str | Path | Schedule) -> tuple[str, Schedule, dict[str, Any]]:
     """Return the name and the function of a schedule, and the defaults that it brings. Raises ConfigError."""
-    own = {"microbatches": 1}
+    defaults = {"microbatches": 1}
     if callable(schedule):
-        return str(getattr(schedule, "__name__", type(schedule).__name__)), schedule, own
+        return str(getattr(schedule, "__name__", type(schedule).__name__)), schedule, defaults
     if isinstance(schedule, str) and (chosen := shipped("schedule", schedule)) is not None:
         return schedule, make_schedule(chosen), {key: chosen[key] for key in ("microbatches", "window")}
     names = ", ".join(names_of("schedule"))
@@ -221,7 +224,7 @@ def read_schedule(schedule: str | Path | Schedule) -> tuple[str, Schedule, dict[
     except (OSError, TypeError) as error:
         raise ConfigError(f"schedule={schedule} is neither a function, a file nor one of {names}") from error
     program = [[action for action in actions if action.op not in ADDED] for actions in program]
-    return Path(schedule).stem, FixedProgram(str(schedule), program), own
+    return Path(schedule).stem, FixedProgram(str(schedule), program), defaults
 
 
 def read_model(model: nn.Module | Factory, seed: Any) -> tuple[nn.Module, Initial | None]:
