@@ -6,9 +6,11 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from pipetrain.commands import launcher
 from pipetrain.config import settings
 from pipetrain.schedule import chrome
 from pipetrain.signals import DEBOUNCE_S
+from tests.support import DEADLINE_S
 from tests.support.processes import (
     FAULTY,
     LAUNCHER,
@@ -30,6 +33,7 @@ from tests.support.processes import (
     finished,
     lines_of,
     living,
+    rank_of,
     said,
     started,
 )
@@ -146,6 +150,23 @@ def test_a_process_that_torchrun_has_lost_is_ended(tmp_path):
     assert finished(tmp_path, ["-c", LOSES]).out.split() == [str(128 + signal.SIGTERM), str(-signal.SIGKILL)]
 
 
+def test_sigusr1_is_passed_on_to_ranks_and_to_nothing_else_that_runs():
+    """It saves on a rank, and would end another process."""
+    another, rank = (
+        subprocess.Popen(["sleep", "600"], env=env, start_new_session=True) for env in ({}, {"RANK": "0"})
+    )
+    try:
+        while b"sleep" not in Path(f"/proc/{rank.pid}/cmdline").read_bytes():
+            time.sleep(0.001)  # until it has its own environment
+        launcher._pass_on(signal.SIGUSR1, None)
+        assert rank.wait(DEADLINE_S) == -signal.SIGUSR1
+        assert another.poll() is None
+    finally:
+        for process in (another, rank):
+            process.kill()
+            process.wait()
+
+
 def stop(process: Started) -> None:
     await_line(process, "slept")  # so that an update has been made
     for pid in living(process):  # as a service manager does, to the data worker too
@@ -162,7 +183,8 @@ def stop_early(process: Started) -> None:
 
 def interrupt(process: Started) -> None:
     await_epoch(process, 1)
-    os.kill(process.pid, signal.SIGUSR1)
+    for rank in range(2):
+        os.kill(rank_of(process, rank), signal.SIGUSR1)
     for _ in range(2):  # each rank says it, and goes on
         await_line(process, "got SIGUSR1: saving at the end of this window, then going on")
     await_line(process, "epoch ")
@@ -190,8 +212,7 @@ def ends(tmp_path_factory) -> dict[str, Ended]:
         runs = {}
         for name, words in WORDS.items():
             folder = tmp_path_factory.mktemp("run")
-            cold = name == "interrupted"  # SIGUSR1 is passed on to processes that /proc shows as ranks
-            run = started(folder, [*words, "run_dir=run"], launcher=LAUNCHER, cold=cold)
+            run = started(folder, [*words, "run_dir=run"], launcher=LAUNCHER)
             runs[name] = folder / "run", stack.enter_context(run)
         for name, deed in DEEDS.items():
             deed(runs[name][1])

@@ -9,12 +9,14 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from configparser import ConfigParser
-from contextlib import chdir, suppress
+from contextlib import ExitStack, chdir, suppress
 from pathlib import Path
 
 import pytest
 
+from tests.support import DEADLINE_S
 from tests.support.processes import CHECKOUT, SMALL, TORCHRUN, Ended, await_epoch, finished, running
 
 DOCS = CHECKOUT / "docs"
@@ -29,8 +31,12 @@ done
 wait -n; first=$?; wait -n; exit $((first | $?))""",
     "scancel": 'kill -s "${1#--signal=}" $(cat pids)',
     "scontrol": 'case $1 in show) echo 127.0.0.1 ;; requeue) echo "$2" >>requeued ;; esac',
+    "torchrun": """trap 'touch stopped$SLURM_NODEID' TERM
+printf '%s\\n' "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" "$@" >said; mv said started$SLURM_NODEID
+until [ -e status$SLURM_NODEID ]; do sleep 0.05; done
+exit $(cat status$SLURM_NODEID)""",
 }
-"""Of Slurm, for a job of two nodes that are this machine."""
+"""Of Slurm, for a job of two nodes that are this machine; torchrun is forked by the tests' server."""
 
 
 @pytest.mark.processes
@@ -56,6 +62,15 @@ def job_with_a_free_port() -> int:
     raise AssertionError("no port is free")
 
 
+def appeared(path: Path) -> str:
+    """Wait for a file, and return what is in it."""
+    end = time.monotonic() + DEADLINE_S
+    while not path.exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return path.read_text()
+
+
 @pytest.mark.processes
 def test_a_job_of_slurm_saves_before_its_time_limit_and_is_queued_again(tmp_path):
     for name, script in PRETENDED.items():
@@ -65,13 +80,25 @@ def test_a_job_of_slurm_saves_before_its_time_limit_and_is_queued_again(tmp_path
     job = {"SLURM_JOB_ID": str(job_with_a_free_port()), "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "here"}
     words = ["run_dir=run", "epochs=1000", *SMALL]
     command = [f"import os; os.execvp('bash', ['bash', {str(JOB)!r}, *{words!r}])"]
-    with running(tmp_path, ["-c", *command], {**job, "PATH": path}) as process:
-        said = await_epoch(process, 2)
+    with running(tmp_path, ["-c", *command], {**job, "PATH": path}) as process, ExitStack() as stack:
+        nodes = []
+        for node in range(2):
+            timeout, *said = appeared(tmp_path / f"started{node}").splitlines()
+            variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": timeout}
+            nodes.append(stack.enter_context(running(tmp_path, ["-m", TORCHRUN, *said], variables)))
+        await_epoch(nodes[0], 2)
         process.send_signal(signal.SIGTERM)
-        done = Ended.of(process, tmp_path / "run", said)
+        for node, torchrun in enumerate(nodes):
+            appeared(tmp_path / f"stopped{node}")
+            torchrun.send_signal(signal.SIGTERM)
+        ends = [Ended.of(torchrun, tmp_path / "run") for torchrun in nodes]
+        for node, end in enumerate(ends):
+            (tmp_path / f"status{node}.new").write_text(str(end.status))
+            (tmp_path / f"status{node}.new").rename(tmp_path / f"status{node}")
+        done = Ended.of(process, tmp_path / "run")
     assert (tmp_path / "requeued").read_text() == job["SLURM_JOB_ID"] + "\n", done.out
-    assert done.checkpoints, done.out
-    assert done.living == 0
+    assert done.checkpoints, ends
+    assert [end.living for end in (*ends, done)] == [0] * 3
 
 
 def test_the_page_shows_the_job_s_command():
