@@ -166,8 +166,8 @@ def show_replicas(cfg: DictConfig) -> None:
     from pipetrain.plan.costs import Table  # imports torch
     from pipetrain.plan.csv_tables import read_rows
     from pipetrain.plan.paper_plan import state_of
-    from pipetrain.plan.replica_choice import describe_replicas
     from pipetrain.plan.replica_partition import LayerSums, Machines, Planner
+    from pipetrain.plan.text import describe_replicas
 
     if unused := [key for key in ("out", "span", "compare", "advise") if cfg[key] not in (None, False)]:
         raise ConfigError(f"{unused[0]}= shows a plan with a schedule: leave it out, or ranks=")

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from pipetrain.config.build import make_schedule
 from pipetrain.config.choices import shipped
 from pipetrain.config.settings import AUTO, Mode
 from pipetrain.errors import ConfigError
@@ -25,7 +24,6 @@ from pipetrain.plan.staleness_advice import NONE, Loss, best_of, joined, losses,
 from pipetrain.rules import POSITIVE
 from pipetrain.schedule.actions import ScheduleError
 from pipetrain.schedule.memory import GIB
-from pipetrain.schedule.policy import ForwardBackward
 from pipetrain.schedule.text import aligned, counted
 
 WORK = 3  # a microbatch's forward and backward, in forwards
@@ -36,7 +34,7 @@ TRIED = (Mode.SELECTIVE.value, Mode.ALWAYS.value)  # for recompute=auto, if memo
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A schedule with its plan. `lost`: with the best correction, and with that of the configuration.
+    """A schedule with its plan. `best`: the loss with the best correction, `configured`: with the given one.
 
     `peak`: the bytes of the fullest rank; `seconds`: of an update, or without times in units of a rank's
     computation for a batch; `words`: the rest of the command line that runs it; empty: nothing runs it.
@@ -46,7 +44,8 @@ class Candidate:
     plan: Plan
     peak: int
     seconds: float
-    lost: tuple[Loss | None, Loss | None]
+    best: Loss | None
+    configured: Loss | None
     words: Sequence[str]
 
     @classmethod
@@ -54,14 +53,14 @@ class Candidate:
         cls, name: str, cfg: Mapping[str, Any], batches: int, stages: int, words: Sequence[str]
     ) -> Candidate:
         """Plan a schedule with its own configuration. Raises ConfigError and ScheduleError."""
-        if isinstance(make_schedule(cfg), ForwardBackward):
-            raise ScheduleError("decides its order while it runs")
         studied = losses(str(cfg["optim"].get("_target_")).rpartition(".")[2].lower(), name, stages)
         best, configured = best_of(studied), studied.get(joined("+".join(cfg.get("correction") or [NONE])))
         if best is not None and best is not configured:
             cfg = {**cfg, "correction": shipped("correction", "auto")}
         plan, peak = _fitting(cfg, name, batches)
-        return cls(name, plan, peak, _seconds(plan), (best, configured), words)
+        if plan.draft.policy:
+            raise ScheduleError("decides its order while it runs")
+        return cls(name, plan, peak, _seconds(plan), best, configured, words)
 
     @property
     def late(self) -> int:
@@ -71,16 +70,14 @@ class Candidate:
     @property
     def risk(self) -> float:
         """The loss of accuracy, in units of what is tolerated."""
-        best, _ = self.lost
-        return max(best.share, 0.0) if best else inf if self.late else 0.0
+        return max(self.best.share, 0.0) if self.best else inf if self.late else 0.0
 
     @property
     def accuracy(self) -> str:
         """What late gradients cost, in words."""
-        best, _ = self.lost
-        if best is None:
+        if self.best is None:
             return "not studied" if self.late else "as one process"
-        return f"{best} (worst of {counted(best.tasks, 'task')}, S={best.stages})"
+        return f"{self.best} (worst of {counted(self.best.tasks, 'task')}, S={self.best.stages})"
 
     @property
     def command(self) -> str:
@@ -88,9 +85,8 @@ class Candidate:
         options = {"schedule": self.name, "microbatches": str(self.plan.settings.microbatches)}
         if self.plan.settings.recompute in TRIED:
             options["recompute"] = str(self.plan.settings.recompute)
-        best, configured = self.lost
-        if best is not None and best is not configured:
-            options["correction"] = option(best.correction)
+        if self.best is not None and self.best is not self.configured:
+            options["correction"] = option(self.best.correction)
         words = [f"{key}={value}" for key, value in options.items()]
         if self.words:
             start = ["torchrun", f"--nproc_per_node={self.plan.settings.ranks}", "-m", "pipetrain"]
@@ -175,21 +171,17 @@ def _row(candidate: Candidate, reference: Candidate | None, limit: float | None)
     speed = f"{reference.seconds / candidate.seconds:.2f}" if reference else "-"
     modes = list(dict.fromkeys(mode.value for mode in candidate.plan.modes if mode is not Mode.NEVER))
     fits = f"recompute {', '.join(modes)}" if modes else "yes"
-    best, configured = candidate.lost
+    configured = candidate.configured if candidate.configured is not candidate.best else None
     return [
-        *(
-            candidate.name,
-            str(candidate.plan.settings.microbatches),
-            time,
-            speed,
-            f"{candidate.plan.timeline().bubble:.1%}",
-        ),
+        candidate.name,
+        str(candidate.plan.settings.microbatches),
+        time,
+        speed,
+        f"{candidate.plan.timeline().bubble:.1%}",
         f"{candidate.peak / 2**20:.1f}",
         *([fits if candidate.peak <= limit * GIB else "no"] if limit else []),
         str(candidate.late),
-        f"{configured}; {candidate.accuracy}"
-        if configured and configured is not best
-        else candidate.accuracy,
+        f"{configured}; {candidate.accuracy}" if configured else candidate.accuracy,
     ]
 
 

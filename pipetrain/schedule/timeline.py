@@ -130,13 +130,6 @@ def of_another(stats: StageStats) -> StageStats:
     return replace(stats, staleness={}, bytes_sent=0, codec_s=0.0, raw_bytes=0)
 
 
-def stage_stats(row: Row, microbatches: int) -> dict[int, StageStats]:
-    """Return the statistics of each stage of a rank in a window."""
-    stages: dict[int, StageStats] = {}
-    add_stats(stages, row, microbatches)
-    return stages
-
-
 def add_stats(stages: dict[int, StageStats], row: Row, microbatches: int) -> None:
     """Add the statistics of a rank's window to those of its stages."""
     actions = row.actions
@@ -215,7 +208,9 @@ class Timeline:
         """The statistics of each stage, see `of_replicas`."""
         parts: dict[int, list[StageStats]] = defaultdict(list)
         for row in self.rows:
-            for stage, stats in stage_stats(row, self.microbatches).items():
+            of_rank: dict[int, StageStats] = {}
+            add_stats(of_rank, row, self.microbatches)
+            for stage, stats in of_rank.items():
                 parts[stage].append(stats)
         return [of_replicas(parts[stage]) for stage in sorted(parts)]
 

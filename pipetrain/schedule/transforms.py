@@ -135,7 +135,7 @@ def _arranged(
     `copied`: the stages that have replicas.
     """
     actions = [action for action in actions if action.op not in (Op.TIE, Op.NORM)]
-    ends = _last_backwards(actions)
+    ends = _batch_ends(actions)
     arranged: list[Action] = []
     unsent: list[Action] = []  # TIEs and NORMs that wait before they are sent
     waiting: dict[int, Action] = {}  # stage -> its STEP
@@ -172,7 +172,7 @@ def _arranged(
     return arranged
 
 
-def _last_backwards(actions: Sequence[Action]) -> dict[int, int]:
+def _batch_ends(actions: Sequence[Action]) -> dict[int, int]:
     """Map the position of each batch's last backward, or else of its STEP, to the version that it makes."""
     last: dict[int, int] = {}  # by stage
     ends: dict[int, int] = {}

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from pipetrain.plan.costs import Table
-from pipetrain.plan.replica_choice import joined
 from pipetrain.plan.replica_partition import LayerSums, Machines, Planner
+from pipetrain.plan.text import joined
 from published.measures import profile_of
 from published.record import Chart, Check, Finding, How, Line, Results, Series, Step
 
