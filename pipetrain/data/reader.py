@@ -37,19 +37,20 @@ class BadBatch(TrainingStopped):
 class NamedTargets:
     """The targets among the tensors of a batch that is a dict; several are a tuple.
 
-    The rest is the input: a dict, or a single tensor. `kept`: a model that computes its loss takes them all.
+    The rest is the input: a dict, or a single tensor. `as_inputs`: a model that computes its
+    loss takes them all.
     """
 
     names: str | tuple[str, ...]
-    kept: bool = False
+    as_inputs: bool = False
 
     @property
     def listed(self) -> tuple[str, ...]:
         return (self.names,) if isinstance(self.names, str) else self.names
 
     def inputs(self, batch: Mapping[str, Any]) -> Any:
-        inputs = {name: batch[name] for name in batch if self.kept or name not in self.listed}
-        return next(iter(inputs.values())) if len(inputs) == 1 and not self.kept else inputs
+        inputs = {name: batch[name] for name in batch if self.as_inputs or name not in self.listed}
+        return next(iter(inputs.values())) if len(inputs) == 1 and not self.as_inputs else inputs
 
     def pair(self, batch: Any, what: str) -> tuple[Any, Any]:
         """Return a batch's inputs and targets. Raises BadBatch."""
@@ -86,10 +87,10 @@ class Form:
         return cls(*map(ValueSpec.from_json, data))
 
     def refuse_other(self, inputs: Value, targets: Value, what: str) -> None:
-        for name, mine, value in (("inputs", self.inputs, inputs), ("targets", self.targets, targets)):
-            if (theirs := ValueSpec.in_batch(value)) != mine:
+        for name, spec, value in (("inputs", self.inputs, inputs), ("targets", self.targets, targets)):
+            if (other_spec := ValueSpec.in_batch(value)) != spec:
                 raise BadBatch(
-                    f"{what} has {name} {theirs} a sample, and those of the first batch were {mine}: "
+                    f"{what} has {name} {other_spec} a sample, and those of the first batch were {spec}: "
                     f"let all batches have one shape and dtype, such as texts padded to one length"
                 )
 
@@ -121,10 +122,10 @@ def unlabelled(batch: Any, what: str, form: Form, named: NamedTargets | None) ->
     """
     inputs = batch
     if named is not None and isinstance(batch, Mapping) and batch:
-        inputs = named.inputs(named.completed(batch, form) if named.kept else batch)
+        inputs = named.inputs(named.completed(batch, form) if named.as_inputs else batch)
     elif isinstance(batch, tuple | list) and batch:
-        several = not form.inputs.single and len(batch) == len(form.inputs.specs)
-        inputs = batch if several and all(isinstance(t, Tensor) for t in batch) else batch[0]
+        is_inputs_alone = not form.inputs.single and len(batch) == len(form.inputs.specs)
+        inputs = batch if is_inputs_alone and all(isinstance(t, Tensor) for t in batch) else batch[0]
     value = form.inputs.ordered(_value(inputs, f"inputs of {what}"))
     targets = torch.zeros(Size.of(value).samples, dtype=torch.float32)
     form.refuse_other(value, targets, what)
@@ -209,9 +210,9 @@ class Reader:
         ConfigError for a loader without length.
         """
         self._begin()
-        known = self._known(batches)
-        if known is not None:
-            sizes = known[self._announced :][:batches]
+        all_sizes = self._known(batches)
+        if all_sizes is not None:
+            sizes = all_sizes[self._announced :][:batches]
             if not sizes and self._taken == self._announced:
                 self._next()  # as a loop would: a sampler may draw at its end
         else:

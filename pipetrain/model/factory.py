@@ -42,7 +42,7 @@ Other tensors computed from it have the same key.
 
 def build(factory: Factory, seed: int) -> tuple[nn.Module, Initial]:
     """Return a factory's model, with parameters on the meta device, and their values. Raises ConfigError."""
-    call = _Call(seed, kept=())
+    call = _Call(seed, in_memory=())
     model = call.run(factory)
     return model, Initial(factory, seed, model, call)
 
@@ -53,18 +53,18 @@ class _Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
     `sources`: for each key, the keys that it is computed from; `digest`: a checksum of all operations.
     """
 
-    def __init__(self, seed: int, kept: Collection[Key]) -> None:
+    def __init__(self, seed: int, in_memory: Collection[Key]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.sources: dict[Key, set[Key]] = defaultdict(set)
         self.digest = 0
         self._seed = seed
-        self._kept = kept
+        self._in_memory = in_memory
         self._keys = WeakKeyDictionary[torch.UntypedStorage, Key]()
         self._registered = 0
         self._copies: Counter[Key] = Counter()
         self._draws: Counter[Key] = Counter()
         self._last: Key = ()
-        self._own = False  # whether this class itself makes tensors
+        self._makes_tensors = False  # whether this class itself makes tensors
 
     def run(self, factory: Factory) -> nn.Module:
         hook = register_module_parameter_registration_hook(self._register)
@@ -94,11 +94,11 @@ class _Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key, before = (self._registered,), self.key_of(parameter)
         self._registered += 1
         self.sources[key] |= set() if before is None else {before}
-        if key not in self._kept and not parameter.is_meta:
-            self._own = True
+        if key not in self._in_memory and not parameter.is_meta:
+            self._makes_tensors = True
             # By swapping, so that references that the factory holds already change too.
             torch.utils.swap_tensors(parameter, on_meta(parameter))  # type: ignore[no-untyped-call]
-            self._own = False
+            self._makes_tensors = False
         self._keys[parameter.untyped_storage()] = key
 
     def __torch_dispatch__(
@@ -106,7 +106,7 @@ class _Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = dict(kwargs or {})
         keys = [key for key in map(self.key_of, strided(args, kwargs)) if key is not None]
-        if self._own:
+        if self._makes_tensors:
             return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._seed_generator(kwargs.get("generator"), keys)
@@ -123,7 +123,7 @@ class _Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result_key = (*keys[0], self._copies[keys[0]])
             self._copies[keys[0]] += 1
             self.sources[result_key].add(keys[0])
-        if result_key not in self._kept or any(key not in self._kept for key in keys):
+        if result_key not in self._in_memory or any(key not in self._in_memory for key in keys):
             args, kwargs = tree_map_only(
                 Tensor, lambda t: t if self.key_of(t) is None else on_meta(t), (args, kwargs)
             )

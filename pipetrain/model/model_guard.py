@@ -39,8 +39,8 @@ class ModelGuard:
         ]
         self._roots = attributes_of(model)
         if isinstance(network, Chain):
-            own = [(f"{path}._parameters".lstrip("."), of["_parameters"]) for path, of in self._roots]
-            self._roots = [*own, ("_modules", model._modules)]
+            registries = [(f"{path}._parameters".lstrip("."), of["_parameters"]) for path, of in self._roots]
+            self._roots = [*registries, ("_modules", model._modules)]
         self.held = Held(self._roots)
         self._grown: dict[int, Any] = {}  # by id, lists whose length does not matter to the model
 

@@ -130,7 +130,7 @@ class Network(ABC):
     shared_buffers_are_read_only: bool = False
     way_out: str
     """What to do if its layers compute something else than the model."""
-    kept: Sequence[str] = ()
+    set_attributes: Sequence[str] = ()
     """The attributes that a forward of the model changes, but one of its layers does not."""
     values: Values | None = None
     """The values that its tensors are to have; None: their current ones."""

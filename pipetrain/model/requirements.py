@@ -110,13 +110,13 @@ def own_dtype(model: object) -> torch.dtype | None:
 
 def tensor_attributes(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors in attributes, and in collections there, that are no weights or buffers."""
-    known = {id(tensor) for tensor in named_tensors(model).values()}
+    registered = {id(tensor) for tensor in named_tensors(model).values()}
     return {
         f"{name}.{key}{keystr(path)}".lstrip("."): leaf
         for name, module in model.named_modules()
         for key, value in vars(module).items()
         for path, leaf in tree_flatten_with_path(value)[0]
-        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and id(leaf) not in known
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and id(leaf) not in registered
     }
 
 
@@ -135,16 +135,16 @@ def materialise(network: Network, layers: Iterable[int], more: Iterable[str] = (
     names = names_by_id(network.model)
     used = (name for index in layers for name in tensors_in(network.modules[index], names))
     numbers = values.tensors(list(dict.fromkeys([*used, *more])))
-    others: dict[int, Tensor] = {}
+    substitutes: dict[int, Tensor] = {}
     for name in list(numbers):
         old, new = tensors[name], cast_exactly(name, numbers.pop(name), tensors[name].dtype)
         if old.is_meta:
             alike = new.stride() == old.stride()
             laid = new if alike else torch.empty_like(old, device=new.device).copy_(new)
-            others[id(old)] = in_place_of(old, laid)
+            substitutes[id(old)] = in_place_of(old, laid)
         else:
             old.data.copy_(new)
-    replace((network.model, *network.modules), others)
+    replace((network.model, *network.modules), substitutes)
 
 
 def give_memory(model: nn.Module) -> list[str]:
@@ -154,17 +154,17 @@ def give_memory(model: nn.Module) -> list[str]:
     the model that was collected there. Raises ConfigError for a model on another device than the CPU.
     """
     empty = []
-    others: dict[int, Tensor] = {}
+    substitutes: dict[int, Tensor] = {}
     for name, tensor in named_tensors(model).items():
         if tensor.is_meta:
             empty.append(name)
-            others[id(tensor)] = in_place_of(tensor, torch.zeros_like(tensor, device="cpu"))
+            substitutes[id(tensor)] = in_place_of(tensor, torch.zeros_like(tensor, device="cpu"))
         elif tensor.device.type != "cpu":
             raise ConfigError(
                 f"{name} of the model is on {tensor.device}: build the model on the CPU, and Pipeline moves "
                 f"the stages of each rank to its device"
             )
-    replace([model], others)
+    replace([model], substitutes)
     return empty
 
 

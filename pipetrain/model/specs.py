@@ -86,12 +86,12 @@ class TensorSpec:
         return f"{name_of(self.dtype)}[{', '.join(map(str, self.shape))}]"
 
 
-def spec_at(size: Size, known: Sequence[tuple[Size, TensorSpec]]) -> TensorSpec:
+def spec_at(size: Size, measured: Sequence[tuple[Size, TensorSpec]]) -> TensorSpec:
     """Return the spec of a tensor for a microbatch of this size, from those for two sizes.
 
     Each dimension must be a linear function of the samples. The engine compares it with what a stage makes.
     """
-    (few, first), (more, second) = known
+    (few, first), (more, second) = measured
 
     def at(a: int, b: int) -> int:
         return a + (b - a) * (size.samples - few.samples) // (more.samples - few.samples)
@@ -153,14 +153,14 @@ class ValueSpec:
 
     `single`: a bare tensor, not a tuple of one; `names`: of a dict's tensors, which a model takes as
     keywords; `packing`: the form of an output that is neither a tensor nor a tuple of tensors. An example is
-    the spec of one sample's inputs; `known`: tensors of real samples, by number, for runs on made-up inputs.
+    the spec of one sample's inputs; `samples`: tensors of real ones, by number, for runs on made-up inputs.
     """
 
     specs: tuple[TensorSpec, ...]
     single: bool = True
     names: tuple[str, ...] | None = None
     packing: Packing | None = None
-    known: Mapping[int, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    samples: Mapping[int, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def __str__(self) -> str:
         if self.names is not None:

@@ -22,7 +22,7 @@ def made_up_samples(inputs: ValueSpec, device: torch.device | str = "cpu") -> tu
     """Return made-up inputs [n, ...]; an input with known samples repeats these."""
 
     def made(number: int, spec: TensorSpec) -> Tensor:
-        if (samples := inputs.known.get(number)) is None:
+        if (samples := inputs.samples.get(number)) is None:
             return made_up(spec, device)
         return samples[torch.arange(spec.shape[0]) % len(samples)].to(device)
 

@@ -22,13 +22,13 @@ def mlp(num_classes: int = 10, depth: int = 6, width: int = 128) -> nn.Sequentia
     """
     whole(2).read("depth", depth)
     COUNT.read("width", width)
-    first, others = 3 * 32 * 32, before_relu(width)
+    first, std = 3 * 32 * 32, before_relu(width)
     linear = NormalLinear(first, width, std=before_relu(first))
     model = stack(hidden1=stack(flatten=nn.Flatten(), linear=linear, relu=nn.ReLU()))
     for index in range(2, depth):
-        linear = NormalLinear(width, width, std=others)
+        linear = NormalLinear(width, width, std=std)
         model.add_module(f"hidden{index}", stack(linear=linear, relu=nn.ReLU()))
-    model.add_module("head", NormalLinear(width, num_classes, std=others))
+    model.add_module("head", NormalLinear(width, num_classes, std=std))
     return model
 
 

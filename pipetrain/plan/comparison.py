@@ -101,7 +101,7 @@ class _Runs:
         copies = {id(tensor): self._copy(tensor) for *_, tensor in self._places}
         weights = {copies[id(weight)]: name for weight, name in self._weights.items()}
         outputs: Any = ()
-        others = Results()
+        extra = Results()
         with (
             ExitStack() as stack,
             RngSnapshot().replayed(),
@@ -128,18 +128,18 @@ class _Runs:
                             values |= zip(module.slice.leaves, outputs, strict=True)
                         else:
                             outputs = self._network.run(self._plan.example, tuple(values.values()))
-                    others |= {f"buffer {name}": buffer.clone() for name, buffer in module.named_buffers()}
+                    extra |= {f"buffer {name}": buffer.clone() for name, buffer in module.named_buffers()}
                     if training and module is modules[-1] and not self._task.is_known:
-                        others |= self._terms(module, outputs, weights)
+                        extra |= self._terms(module, outputs, weights)
             if self._mode:
-                return {name: tensor for name, tensor in others.items() if name.startswith(LOSS)}
+                return {name: tensor for name, tensor in extra.items() if name.startswith(LOSS)}
             outputs = leaves_of(outputs)
             results = {f"output {number}": tensor.detach() for number, tensor in enumerate(outputs)}
             roots = [tensor for tensor in outputs if tensor.requires_grad]
             torch.default_generator.manual_seed(0)
             leaves = {weight: name for weight, name in weights.items() if weight.requires_grad}
             add_gradients(results, roots, leaves, list(map(_drawn, roots)))
-            return results | others
+            return results | extra
 
     def _terms(self, module: nn.Module, outputs: Any, weights: Mapping[Tensor, str]) -> Results:
         """Return of which weights the loss has terms beside the outputs, and the size of their graph."""
@@ -228,4 +228,4 @@ def _on_meta(network: Network) -> bool:
 
 
 def _parts(plan: Plan, network: Network) -> list[Part]:
-    return [network.part(*both) for both in zip(plan.cut.slices, plan.evaluation_cut.slices, strict=True)]
+    return [network.part(*slices) for slices in zip(plan.cut.slices, plan.evaluation_cut.slices, strict=True)]

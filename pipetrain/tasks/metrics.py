@@ -118,13 +118,15 @@ class MeanIoU(Metric):
             counts = where.new_zeros(scores.shape[1], dtype=torch.long)
             return counts.scatter_add_(0, (classes * where).flatten(), where.long().flatten())
 
-        both = count(labels, counted & (predicted == labels))
-        either = count(predicted, counted) + count(labels, counted) - both
-        return torch.cat([both, either])
+        intersection = count(labels, counted & (predicted == labels))
+        union = count(predicted, counted) + count(labels, counted) - intersection
+        return torch.cat([intersection, union])
 
     def value(self, sums: Sequence[float], loss: float) -> float:
-        half = len(sums) // 2
-        shares = [both / either for both, either in zip(sums[:half], sums[half:], strict=True) if either]
+        classes = len(sums) // 2
+        shares = [
+            shared / union for shared, union in zip(sums[:classes], sums[classes:], strict=True) if union
+        ]
         return sum(shares) / len(shares) if shares else math.nan
 
 

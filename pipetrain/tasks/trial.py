@@ -51,32 +51,32 @@ def try_task(
     batch has several `microbatches`; of a model that computes its loss `choose_weight` tries that.
     `after_forward`: whether the loss has taken outputs of a forward, of which it may read more than these.
     """
-    given, wanted = _made_up(outputs, targets)
+    made_outputs, labels = _made_up(outputs, targets)
     if (scored := task.classes_of(outputs)) is not None:
         highest = classes - 1 if classes is not None and classes > scored else None
-        if (label := task.label_beyond(scored, wanted) if highest is None else highest) is not None:
+        if (label := task.label_beyond(scored, labels) if highest is None else highest) is not None:
             raise ConfigError(
                 f"the targets have a label {label}, and the model gives {outputs} (layer {layer}), scores of "
                 f"{scored} classes, 0 to {scored - 1}: number the classes from 0, give the last layer more "
                 f"outputs, or let the loss ignore it, by ignore_index="
             )
-    of = " + ".join(map(str, specs_of(as_tuple(wanted))))
+    of = " + ".join(map(str, specs_of(as_tuple(labels))))
     where = f"task {task} cannot take the model's {outputs} (layer {layer}) with targets {of}"
     with failing(where):
         if isinstance(task, ModelLoss):
-            task.loss(given, wanted)
+            task.loss(made_outputs, labels)
         else:
-            _loss_tried(task, given, wanted, microbatches, after_forward)
+            _loss_tried(task, made_outputs, labels, microbatches, after_forward)
     names = ["loss", *(metric.name for metric in task.metrics)]
     for number, metric in enumerate(task.metrics, 1):
         with failing(f"metric {metric.name} of {where}"):
             if metric.name in names[:number]:
                 raise ValueError(f"two values are named {metric.name}: give them different names")
-            whole = metric.sums(given, wanted)
+            whole = metric.sums(made_outputs, labels)
             Task(metrics=[metric]).values(Tally(1.0, 1.0, 1, {metric.name: whole.tolist()}))
-            n = len(as_tuple(wanted)[0])
+            n = len(as_tuple(labels)[0])
             bounds = pairwise(sorted({0, max(1, n // 3), n}))
-            parts = [metric.sums(part_of(given, *ends), part_of(wanted, *ends)) for ends in bounds]
+            parts = [metric.sums(part_of(made_outputs, *ends), part_of(labels, *ends)) for ends in bounds]
             added = sum(parts, torch.zeros_like(whole, dtype=torch.float64))
             if not torch.allclose(whole.double(), added, rtol=1e-3, atol=1e-6, equal_nan=True):
                 raise ConfigError(
@@ -89,8 +89,8 @@ def try_task(
 def _made_up(outputs: ValueSpec, targets: Value) -> tuple[Value, Value]:
     """Return made-up outputs, and the targets, of so few samples that the outputs stay small."""
     first = next((spec.shape[0] for spec in outputs.specs if spec.shape), 1)
-    each = sum(spec.numel for spec in outputs.specs if spec.shape) / first
-    n = min(len(as_tuple(targets)[0]), max(2, int(MOST_TRIED / max(1, each))))
+    numbers = sum(spec.numel for spec in outputs.specs if spec.shape) / first
+    n = min(len(as_tuple(targets)[0]), max(2, int(MOST_TRIED / max(1, numbers))))
     generator, tensors = torch.Generator().manual_seed(0), []
     for spec in outputs.specs:
         shape = spec.shape and (n * spec.shape[0] // first, *spec.shape[1:])
@@ -107,13 +107,13 @@ def spare(task: Task, model: nn.Module) -> Task:
 
 def used_outputs(task: Task, outputs: ValueSpec, targets: Value) -> list[bool]:
     """Return which of a model's outputs get a gradient from the loss; all if it cannot take made-up ones."""
-    given, wanted = _made_up(outputs, targets)
-    given = on_each(given, lambda t: t.requires_grad_(differentiable(t)))
-    every = leaves_of(given)
+    made_outputs, labels = _made_up(outputs, targets)
+    made_outputs = on_each(made_outputs, lambda t: t.requires_grad_(differentiable(t)))
+    every = leaves_of(made_outputs)
     leaves = [t for t in every if t.requires_grad]
     try:
-        grads = iter(torch.autograd.grad(task.loss(given, wanted), leaves, allow_unused=True))
-    except Exception:  # a user's loss may raise anything, which prove_task says
+        grads = iter(torch.autograd.grad(task.loss(made_outputs, labels), leaves, allow_unused=True))
+    except Exception:  # a user's loss may raise anything, which try_task says
         return [True] * len(every)
     return [t.requires_grad and next(grads) is not None for t in every]
 
@@ -123,7 +123,9 @@ def part_of(value: Value, start: int, end: int) -> Value:
     return on_each(value, lambda t: t[start:end] if t.dim() else t)
 
 
-def _loss_tried(task: Task, given: Value, wanted: Value, microbatches: int, after_forward: bool) -> None:
+def _loss_tried(
+    task: Task, made_outputs: Value, labels: Value, microbatches: int, after_forward: bool
+) -> None:
     """Refuse a loss that is not one number, that has weights, or that is no sum over samples."""
     modules = [module for module in vars(task).values() if isinstance(module, nn.Module)]
     for name in [name for of in modules for name, p in of.named_parameters() if p.requires_grad]:
@@ -131,9 +133,9 @@ def _loss_tried(task: Task, given: Value, wanted: Value, microbatches: int, afte
             f"its loss has a parameter {name}, which no stage would train: put it into a layer, or give it "
             f"requires_grad_(False)"
         )
-    outputs = on_each(given, lambda t: t.detach().requires_grad_(differentiable(t)))
+    outputs = on_each(made_outputs, lambda t: t.detach().requires_grad_(differentiable(t)))
     try:
-        losses = task.loss(outputs, wanted), task.evaluation_loss(given, wanted)
+        losses = task.loss(outputs, labels), task.evaluation_loss(made_outputs, labels)
     except Exception:
         if after_forward:  # without one there is not yet what it reads of a layer
             return
@@ -145,10 +147,10 @@ def _loss_tried(task: Task, given: Value, wanted: Value, microbatches: int, afte
     leaves = {leaf: f"output {k}" for k, leaf in enumerate(leaves_of(outputs)) if leaf.requires_grad}
 
     def loss_of(start: int, end: int) -> Tensor:
-        return task.loss(part_of(outputs, start, end), part_of(wanted, start, end))
+        return task.loss(part_of(outputs, start, end), part_of(labels, start, end))
 
-    if microbatches > 1 and (differs := pieces_differ(loss_of, task.weight, wanted, leaves)):
-        n = len(as_tuple(wanted)[0])
+    if microbatches > 1 and (differs := pieces_differ(loss_of, task.weight, labels, leaves)):
+        n = len(as_tuple(labels)[0])
         raise ConfigError(f"of {n} samples and made-up outputs {differs}")
 
 
@@ -188,11 +190,11 @@ def pieces_differ(
         return difference(whole, unused | pieces)
 
     whole = made_by(0, n)
-    found = differs(0, n // 2, n)
-    if not found:
+    why = differs(0, n // 2, n)
+    if not why:
         with suppress(Exception):  # a loss of pairs takes no odd number
-            found = differs(0, max(1, n // 3), n)  # where halves count for as much
-    return found and f"{found}, between the batch and its microbatches: {CHANGES if differs(0, n) else APART}"
+            why = differs(0, max(1, n // 3), n)  # where halves count for as much
+    return why and f"{why}, between the batch and its microbatches: {CHANGES if differs(0, n) else APART}"
 
 
 # The loss that a model computes
@@ -205,9 +207,9 @@ def choose_weight(task: ModelLoss, network: Network, example: ValueSpec) -> None
     """
     names = example.names or ()
     if missing := [label for label in task.labels if label not in names]:
-        known = ", ".join(names) or "without names"
+        shown = ", ".join(names) or "without names"
         raise ConfigError(
-            f"the model's inputs are {known}, and {missing[0]} is not among them: name the labels, by "
+            f"the model's inputs are {shown}, and {missing[0]} is not among them: name the labels, by "
             f"targets= or on the command line task.labels="
         )
     task.ignored, task.shifted = network.labels(names.index(task.labels[0]), IGNORED)

@@ -150,7 +150,7 @@ def read_targets(targets: str | Sequence[str] | None, task: Task) -> NamedTarget
             raise ConfigError(
                 f"a ModelLoss has the names of its labels: give them to it, ModelLoss({targets!r})"
             )
-        return NamedTargets(labels[0] if len(labels) == 1 else labels, kept=True)
+        return NamedTargets(labels[0] if len(labels) == 1 else labels, as_inputs=True)
     return None if names is None else NamedTargets(names)
 
 

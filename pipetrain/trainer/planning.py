@@ -76,11 +76,11 @@ def plan_for(
         return network, plan
 
     network, plan = guard.on_all("the plan", planned)
-    if network.kept and not guard.groups.world.rank:
+    if network.set_attributes and not guard.groups.world.rank:
         log.warning(
             "pipetrain: the model's forward sets %s: a traced model does not run these statements in "
             "training, so what the program reads there stays as it is",
-            ", ".join(network.kept),
+            ", ".join(network.set_attributes),
         )
     apart = guard.on_first("the task", partial(_compare, plan, request, network, reader))
     return network, plan, form, apart
@@ -108,7 +108,7 @@ def _with_whole_numbers(reader: Any, inputs: ValueSpec, size: Size, guard: Colle
                 tensor.copy_(as_tuple(first[0])[number][: len(tensor)])
             with guard():
                 guard.groups.broadcast_tensor("the first batch", tensor)
-    return replace(inputs, known=values)
+    return replace(inputs, samples=values)
 
 
 def _plan(

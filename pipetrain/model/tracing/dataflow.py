@@ -128,8 +128,8 @@ class Dataflow:
         if labels.is_floating_point() or labels.dim() < 2 or labels.shape[1] < 2:
             return ignored, False
         expected, same = self._made_of(node, labels.clone()), list[bool]()
-        for other in (1, ignored):
-            labels[:, 0] = other
+        for label in (1, ignored):
+            labels[:, 0] = label
             same += map(torch.equal, expected, self._made_of(node, labels.clone()))
         return ignored, all(same)
 

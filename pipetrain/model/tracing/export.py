@@ -52,8 +52,8 @@ def _fakes(model: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
     """
 
     def fake(tensor: Tensor) -> Tensor:
-        other = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-        return nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
     with mode:
         return {id(tensor): fake(tensor) for tensor in named_tensors(model).values()}
@@ -199,9 +199,9 @@ def _refusal(model: nn.Module, example: ValueSpec, error: Exception) -> ConfigEr
         )
     elif isinstance(error.__cause__ or error.__context__, ConstraintViolationError):
         limit = re.search(r"batch = Dim\('batch', (min|max)=(\d+)", text)
-        other = f" where it has {'fewer' if limit[1] == 'min' else 'more'} than {limit[2]}" if limit else ""
+        where = f" where it has {'fewer' if limit[1] == 'min' else 'more'} than {limit[2]}" if limit else ""
         why = (
-            f"the forward of {type(model).__name__} depends on the samples of a microbatch{other}, which a "
+            f"the forward of {type(model).__name__} depends on the samples of a microbatch{where}, which a "
             f"trace cannot: write no number, len(x), comparison or loop, but x.shape[0] as it is "
             f"(torch.cdist by compute_mode='donot_use_mm_for_euclid_dist')"
         )

@@ -70,14 +70,14 @@ class Region(NamedTuple):
 class Operations:
     """The operations of a model in one mode. `outputs`: flat, nodes or constants.
 
-    `kept`: the attributes that a forward sets. A placeholder has its `source` in meta, and an operation its
+    `set_attributes`: those that a forward sets. A placeholder has its `source` in meta, and an operation its
     `region`.
     """
 
     graph: fx.Graph
     outputs: list[Any]
     tree: TreeSpec
-    kept: list[str]
+    set_attributes: list[str]
 
     def described(self) -> str:
         """Return all that is computed, as text, with all numbers but those of the model's tensors."""
@@ -99,7 +99,7 @@ class Operations:
 
 def operations_of(model: nn.Module, example: ValueSpec, autocast: bool, training: bool) -> Operations:
     """Return the operations of a model in a mode. Raises ConfigError for a model that cannot be trained."""
-    (program, kept), input_names = exported(model, example, training, autocast), example.names
+    (program, set_attributes), input_names = exported(model, example, training, autocast), example.names
     spec: Any = program.call_spec.in_spec
     inputs = iter(
         range(len(example.specs)) if input_names is None else map(input_names.index, spec.child(1).context)
@@ -129,7 +129,7 @@ def operations_of(model: nn.Module, example: ValueSpec, autocast: bool, training
     graph.eliminate_dead_code()
     tree = program.call_spec.out_spec
     assert tree is not None
-    return Operations(graph, outputs, tree, kept)
+    return Operations(graph, outputs, tree, set_attributes)
 
 
 def _source(

@@ -46,10 +46,10 @@ def trace(model: nn.Module, example: ValueSpec, autocast: bool = False) -> Trace
     for name in trained.written | evaluated.written:  # by one mode, but perhaps used by the other
         uses = [*trained.uses_of(name), *(bisect_right(there, at) - 1 for at in evaluated.uses_of(name))]
         forbidden |= {*range(min(uses) + 1, max(uses) + 1)}
-    in_both = [at != behind for at, behind in pairwise(there)]  # the layer must do something in evaluation
+    evaluated_too = [at != behind for at, behind in pairwise(there)]  # the layer must do something there
     items = [
-        Item(calls_of(node), tuple(trained.uses(node)), trained.nbytes(node), both and trained.works(node))
-        for node, both in zip(trained.items, in_both, strict=True)
+        Item(calls_of(node), tuple(trained.uses(node)), trained.nbytes(node), works and trained.works(node))
+        for node, works in zip(trained.items, evaluated_too, strict=True)
     ]
     called = {module_of(call) for item in items for call in item.calls}
     starts = group(items, _elements(model) & called, forbidden, type(model).__name__)

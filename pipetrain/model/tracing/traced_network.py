@@ -46,10 +46,10 @@ class Traced(Network):
     ) -> None:
         self.model, self._again = model, again
         self.names = names
-        self.kept = modes[True][0].operations.kept
+        self.set_attributes = modes[True][0].operations.set_attributes
         self.modes = {training: Layers(*flow_and_cuts) for training, flow_and_cuts in modes.items()}
-        both = zip(*(mode.tensors for mode in self.modes.values()), strict=True)
-        self.placed = _placed(model, [dict.fromkeys(trained + evaluated) for trained, evaluated in both])
+        tensors = zip(*(mode.tensors for mode in self.modes.values()), strict=True)
+        self.placed = _placed(model, [dict.fromkeys(trained + evaluated) for trained, evaluated in tensors])
         """The names of the tensors of each layer; unused ones are placed too."""
         self.modules = [self.part(self.alone(n), self.alone(n, False)) for n in range(len(names))]
 

@@ -39,27 +39,27 @@ class BatchLoss(ReadsLater):
     def __init__(self, stage: Stage) -> None:
         super().__init__(stage)
         self._compares = True
-        self._kept: dict[int, tuple[Tensors, Target]] = {}  # by microbatch
+        self._outputs: dict[int, tuple[Tensors, Target]] = {}  # by microbatch
         self._largest = 0.0  # loss so far
 
     def needs_outputs(self) -> bool:
         update = self._stage.weights.updates
         return self._compares and (self._stage.rehearses or update & (update + 1) == 0)
 
-    def after_forward(self, microbatch: Microbatch, outputs: Tensors, made: Tensors) -> None:
-        if self.needs_outputs() and microbatch.target and sum(t.numel() for t in made) <= MOST_KEPT:
-            self._kept[microbatch.mb] = tuple(t.detach() for t in made), microbatch.target
+    def after_forward(self, microbatch: Microbatch, outputs: Tensors, results: Tensors) -> None:
+        if self.needs_outputs() and microbatch.target and sum(t.numel() for t in results) <= MOST_KEPT:
+            self._outputs[microbatch.mb] = tuple(t.detach() for t in results), microbatch.target
 
     def after_reduce(self, batch: Batch) -> None:
-        kept = [self._kept.pop(mb) for mb in batch.mbs if mb in self._kept]
-        several = [one for one in kept if one[1].weight]
-        if not self._compares or len(kept) < len(batch.mbs) or len(several) < 2:
+        saved = [self._outputs.pop(mb) for mb in batch.mbs if mb in self._outputs]
+        counted = [(outputs, target) for outputs, target in saved if target.weight]
+        if not self._compares or len(saved) < len(batch.mbs) or len(counted) < 2:
             return
         try:
             with RngSnapshot().replayed():
                 loss = partial(self._loss, self._stage.counts.task.copied())
-                whole, *parts, again = map(loss, [several, *([one] for one in several), several[-1:]])
-                share = sum(part * target.share for part, (_, target) in zip(parts, several, strict=True))
+                whole, *parts, again = map(loss, [counted, *([piece] for piece in counted), counted[-1:]])
+                share = sum(part * target.share for part, (_, target) in zip(parts, counted, strict=True))
                 numbers = torch.stack([whole, torch.as_tensor(share), parts[-1], again])
         except Exception:  # a user's loss may raise anything
             self._compares = False
@@ -68,15 +68,15 @@ class BatchLoss(ReadsLater):
         if self._compares and not self._stage.rehearses:
             self._read_later(partial(self._look, self._stage.weights.updates), numbers)
 
-    def _loss(self, task: Task, several: Sequence[tuple[Tensors, Target]]) -> Tensor:
+    def _loss(self, task: Task, counted: Sequence[tuple[Tensors, Target]]) -> Tensor:
         """Return the mean loss of several microbatches in one call."""
-        outputs, targets = zip(*several, strict=True)
+        outputs, targets = zip(*counted, strict=True)
         rows = [target.samples for target in targets]
         if any([len(t) for t in column] != rows for column in zip(*outputs, strict=True)):
             raise ValueError("outputs need a row for each sample")
-        wanted = join([target.value for target in targets])
+        targets_joined = join([target.value for target in targets])
         whole = self._stage.counts.model_output(tuple(map(torch.cat, zip(*outputs, strict=True))))
-        return task.loss(*(cast_floats(value, torch.float64) for value in (whole, wanted)))
+        return task.loss(*(cast_floats(value, torch.float64) for value in (whole, targets_joined)))
 
     def _look(self, update: int, numbers: list[float]) -> None:
         whole, parts, last, again = numbers

@@ -48,9 +48,9 @@ def trial_optimizer(factory: OptimizerFactory, model: nn.Module) -> tuple[Optimi
     return factory(named), named  # it reads values when it is made
 
 
-def _like(model: nn.Module, made: Callable[[Tensor], Tensor]) -> _Parameters:
-    """Return a parameter made by `made` for each trained one of a model, with its name."""
-    return [(name, nn.Parameter(made(p))) for name, p in model.named_parameters() if p.requires_grad]
+def _like(model: nn.Module, copy_of: Callable[[Tensor], Tensor]) -> _Parameters:
+    """Return a parameter made by `copy_of` for each trained one of a model, with its name."""
+    return [(name, nn.Parameter(copy_of(p))) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def _in_true_shape(parameter: Tensor, device: str = "cpu") -> Tensor:
@@ -85,8 +85,8 @@ def _tried(
     middle = len(apart) // 2
     with failing(f"optim cannot be built by {target}"):
         optimizer = _stepped(factory, whole, small, gradients)
-        for half in filter(None, (apart[:middle], apart[middle:]) if stages > 1 else ()):
-            _stepped(factory, half, small, gradients)
+        for part in filter(None, (apart[:middle], apart[middle:]) if stages > 1 else ()):
+            _stepped(factory, part, small, gradients)
     for group in groups:  # torch ignores options that its optimizer does not have
         unknown = [option for option in group.options if option not in optimizer.defaults]
         if unknown and not group.function:

@@ -288,8 +288,8 @@ def test_hooks_of_torch_s_own_are_followed_in_silence():
         warnings.simplefilter("ignore")
         nn.utils.weight_norm(model.layer)
     nn.utils.prune.l1_unstructured(model.layer, "bias", 0.5)
-    assert not assert_equal(model, OF).kept
-    assert not assert_equal(Model(assigns_a_buffer), OF).kept
+    assert not assert_equal(model, OF).set_attributes
+    assert not assert_equal(Model(assigns_a_buffer), OF).set_attributes
 
 
 class Logs(Model):
@@ -308,7 +308,7 @@ class Logs(Model):
 
 def test_what_a_forward_keeps_is_named_and_nothing_of_the_trace_is_left():
     model = Logs()
-    assert {*trace(model, OF).kept} == {"calls", "found", "figures.norms.last", "last"}
+    assert {*trace(model, OF).set_attributes} == {"calls", "found", "figures.norms.last", "last"}
     assert (model.calls, model.found, model.figures["norms"].last) == (0, [], 0.0)
     assert not {"last", "_cache"} & vars(model).keys()
 
