@@ -75,9 +75,7 @@ class WholeModel:
 
     def collect(self) -> nn.Module:
         """Put the tensors of all ranks into the model on rank 0, in host memory; return the model."""
-        tensors = self._tensors(
-            self._tensor_names
-        )  # on ranks but 0 none: it is only noted that rank 0 has them
+        tensors = self._tensors(self._tensor_names)  # none but on rank 0
         self.restore_stages()
         current = named_tensors(self._model)
         received = {name: new for name, new in tensors.items() if new is not current[name]}

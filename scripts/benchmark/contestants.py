@@ -28,8 +28,8 @@ from pipetrain.config.rate import LearningRate
 from pipetrain.runtime.action_order import order_of
 from pipetrain.runtime.comm.channel import Channel
 from pipetrain.runtime.comm.process_groups import ProcessGroups
-from pipetrain.runtime.engine_factory import make_engine
 from pipetrain.runtime.microbatch_feed import RepeatedFeed, Target
+from pipetrain.runtime.session import make_engine
 from pipetrain.runtime.stage.stage_factory import make_stages
 from pipetrain.schedule import timeline
 

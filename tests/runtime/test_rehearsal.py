@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import SequentialLR, StepLR
 
 from pipetrain import Pipeline
-from pipetrain.runtime import engine_factory
+from pipetrain.runtime import session as session_module
 from pipetrain.runtime.engine import Engine
 from pipetrain.runtime.stage.parameter_store import ParameterStore
 from pipetrain.schedule.actions import COMPUTE, RECEIVES, UPDATE, Action, Op
@@ -28,7 +28,7 @@ UNEVEN = ("microbatches=3", "epochs=2", "window=2")  # microbatches of 4, 3 and 
 @contextmanager
 def rehearsed() -> Iterator[None]:
     """Let the engines of this process rehearse."""
-    with patch.object(engine_factory, "rehearses", lambda device: True):
+    with patch.object(session_module, "rehearses", lambda device: True):
         yield
 
 
@@ -166,7 +166,7 @@ def loading() -> Iterator[list[ColdEngine]]:
     def channel(groups: Any, bounds: Any, channels_last: bool = False) -> Spinning:
         return Spinning(groups._wire, bounds, DEADLINE_S, groups.world.rank)
 
-    with patch.object(LocalLinks, "channel", channel), patch.object(engine_factory, "Engine", make):
+    with patch.object(LocalLinks, "channel", channel), patch.object(session_module, "Engine", make):
         yield engines
 
 

@@ -35,7 +35,6 @@ SEEN_IN = {
     "runtime/stage/microbatch": "runtime/stage/test_stage",
     "runtime/stage/parameter_store": "runtime/stage/test_weights",
     "runtime/stage/objective": "runtime/stage/test_stage",
-    "runtime/engine_factory": "whole/test_equivalence",
     "runtime/session": "whole/test_equivalence",
     "runtime/stage/stage_factory": "runtime/stage/test_stage",
     "runtime/stage/stage_options": "runtime/stage/test_stage",

@@ -75,7 +75,9 @@ class CapturedPass:
     weight: Any  # the second half of a split backward, else None
     saving: Saving
 
-    def fits(self, x: Tensors, target: Tensors) -> bool:
+    def fits(self, x: Tensors, target: Tensors, saving: Saving) -> bool:
+        if saving != self.saving:
+            return False
         pairs = ((x, self.inputs), (target, self.target))
         return all([(t.shape, t.dtype) for t in a] == [(t.shape, t.dtype) for t in b] for a, b in pairs)
 
@@ -177,13 +179,13 @@ class GraphedStage(Stage):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._free_slots: list[int] = []  # slots
+        self._free_slots: list[int] = []
         # By slot, and by the storage of a weight version.
         self._passes: dict[tuple[int, int], CapturedPass] = {}
         # The last microbatch before `capture`, in a list, as a rehearsal restores attributes; then None.
         self._example: list[Example] | None = []
         self._replayed: dict[int, CapturedPass] = {}
-        self._attributes_at_capture: Held | None = None  # at the capture
+        self._attributes_at_capture: Held | None = None
         self._replays = False  # in this window: a program may have changed attributes since
 
     def forward(
@@ -191,16 +193,11 @@ class GraphedStage(Stage):
     ) -> Tensors:
         x = tuple(self.numerics.arrange(t.detach()) for t in x)
         target_tensors = as_tuple(target.value) if target is not None else ()
-        needs_layers = any(observer.needs_outputs() for observer in self.observers)
-        replays = self._replays and self._free_slots and not needs_layers
+        observed = any(observer.needs_outputs() for observer in self.observers)
+        replays = self._replays and self._free_slots and not observed
         captured = self._passes.get((self._free_slots[-1], self.store.storage(read))) if replays else None
         weighs = target is None or target.weight
-        if (
-            captured is None
-            or captured.saving != saving
-            or not captured.fits(x, target_tensors)
-            or not weighs
-        ):
+        if captured is None or not captured.fits(x, target_tensors, saving) or not weighs:
             if self.rehearses and self._example is not None:
                 self._example[:] = [(x, target, saving)]
             return super().forward(mb, x, read, target, saving)

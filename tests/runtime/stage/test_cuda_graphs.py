@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipetrain.errors import ConfigError
 from pipetrain.plan.memory_fit import peaks_by_rank
-from pipetrain.runtime import engine_factory
+from pipetrain.runtime import session as session_module
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage import stage_factory
 from pipetrain.runtime.stage.cuda_graphs import GraphedStage
@@ -276,7 +276,7 @@ def test_stages_are_captured_where_they_fit_and_a_line_says_which_do_not(recorde
     case = holding("Scales")
     plan = make_run(case).plan
     room = peaks_by_rank(plan.memory())[0] + plan.graph_bytes(0)
-    with caplog.at_level("INFO", "pipetrain"), patch.object(engine_factory, "gpu_bytes", lambda *_: room):
+    with caplog.at_level("INFO", "pipetrain"), patch.object(session_module, "gpu_bytes", lambda *_: room):
         run_in_threads(case)
     assert recorded == {0: True, 1: False}
     (line,) = [message for message in caplog.messages if "cuda_graphs=auto" in message]
