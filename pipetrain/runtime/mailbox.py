@@ -214,10 +214,8 @@ class Mailbox:
         edge, mb, size = action.edge, action.mb, self._feed.size(action.mb)
         message = self._messages.get((edge, mb, size))
         if message is None:
-            plain, ranks = (
-                self.cut.message(edge, size),
-                (self._rank_of(edge[0], mb), self._rank_of(edge[1], mb)),
-            )
+            plain = self.cut.message(edge, size)
+            ranks = self._rank_of(edge[0], mb), self._rank_of(edge[1], mb)
             message = Message(*edge, mb, self.coding.specs(edge, plain), ranks, plain)
             self._messages[edge, mb, size] = message
         return message

@@ -90,9 +90,8 @@ class Sums:
         for tie in self._ties_of(action):
             names, store = self._names[tie], stage.store
             gradient = torch.cat([*store.flat_gradients(names), *store.counts(names, stage.skipped_update)])
-            self._start(
-                tie, action, gradient if self._is_leader(action.stage) else torch.zeros_like(gradient)
-            )
+            leads = self._is_leader(action.stage)  # the other replicas have the same gradient
+            self._start(tie, action, gradient if leads else torch.zeros_like(gradient))
 
     def reduce_norm(self, action: Action) -> None:
         """Start the sum of norms, each at its own place: it is the same on every rank, to the last bit."""

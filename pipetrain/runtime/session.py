@@ -139,9 +139,8 @@ class Session:
     ) -> Iterator[WindowFeed]:
         """Yield the microbatches of a window; of an error for want of memory, say what was predicted."""
         settings, mbs = self._feed_settings, range(len(sizes) * order.microbatches)
-        input_ranks, target_ranks = (
-            [order.rank_of(stage, mb) for mb in mbs] for stage in (0, self.plan.stages - 1)
-        )
+        ends = 0, self.plan.stages - 1
+        input_ranks, target_ranks = ([order.rank_of(stage, mb) for mb in mbs] for stage in ends)
         part = WindowPart(sizes, order.microbatches, input_ranks, target_ranks if targets else None, settings)
         feed = batches.open(part)
         # For a rehearsal each rank needs one microbatch.

@@ -60,10 +60,8 @@ class WholeModel:
         """Let these stages have their tensors, and release all others."""
         self._stages, self._owners, self.values, self.attached = list(stages), owners, None, True
         self._swapped, self._collected = [], False
-        local_tensors, tensors = self._local_tensors(), named_tensors(self._model)
-        replacements = {
-            id(t): local_tensors[name] if name in local_tensors else on_meta(t) for name, t in tensors.items()
-        }
+        local, tensors = self._local_tensors(), named_tensors(self._model)
+        replacements = {id(t): local[name] if name in local else on_meta(t) for name, t in tensors.items()}
         replace(network.modules, replacements)
         self._replace(replacements)
         if self._groups.world.size > 1:

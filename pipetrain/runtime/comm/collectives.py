@@ -215,9 +215,8 @@ class Ranks:
 
         The tensors of one `stream` are received in order. Returns a function that waits for the send.
         """
-        return self._start_transfer(
-            dist.isend, f"send {purpose} to rank {rank}", tensor.contiguous(), rank, stream
-        )
+        doing = f"send {purpose} to rank {rank}"
+        return self._start_transfer(dist.isend, doing, tensor.contiguous(), rank, stream)
 
     def expect_tensor(
         self, purpose: str, spec: TensorSpec, rank: int, stream: int = 0

@@ -98,9 +98,7 @@ def gradient_counts(weights: Mapping[str, Tensor], skip: Tensor | None) -> list[
     `skip`: 1 if the stage skips this update; then all must, so a NaN takes the place of these counts.
     """
     # Filled on the device: copying a list from the host would make it wait.
-    counts = [
-        numbers_of(weight).new_full((1,), float(weight.grad is not None)) for weight in weights.values()
-    ]
+    counts = [numbers_of(w).new_full((1,), float(w.grad is not None)) for w in weights.values()]
     if skip is not None:
         return [torch.where(skip > 0, math.nan, torch.cat(counts or [torch.ones_like(skip).reshape(1)]))]
     return counts

@@ -87,17 +87,13 @@ class AttributeState:
                     yield f"{name}/{key}", owner, value
             if not isinstance(owner, Optimizer):
                 continue
-            state_of_no_parameter = {
-                key: value for key, value in owner.state.items() if not isinstance(key, Tensor)
-            }
-            yield f"{name}/{_STATE_OF_NO_PARAMETER}", owner, state_of_no_parameter
+            shared = {key: value for key, value in owner.state.items() if not isinstance(key, Tensor)}
+            yield f"{name}/{_STATE_OF_NO_PARAMETER}", owner, shared
             if type(owner).state_dict is not Optimizer.state_dict:
                 with _own_entries(owner):
                     entries = owner.state_dict().items()
-                entries_of_subclass = {
-                    key: value for key, value in entries if key not in ("state", "param_groups")
-                }
-                yield f"{name}/{_ENTRIES}", owner, entries_of_subclass
+                extra = {key: value for key, value in entries if key not in ("state", "param_groups")}
+                yield f"{name}/{_ENTRIES}", owner, extra
 
     def _set(self, path: str, saved: Sequence[tuple[Any, list[Tensor]]]) -> None:
         """Set the value of a path from the trees of the stages, which are several if they differ."""

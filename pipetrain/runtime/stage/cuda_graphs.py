@@ -323,9 +323,8 @@ class GraphedStage(Stage):
             with _capturing(weight, shared.pool):
                 super().backward_weight(_CAPTURED_MB, 0)
         self._batch = Batch()
-        return CapturedPass(
-            slot, inputs, targets, microbatch.counted, outputs, grads, back, forward, backward, weight, saving
-        )
+        tensors = inputs, targets, microbatch.counted, outputs, grads, back
+        return CapturedPass(slot, *tensors, forward, backward, weight, saving)
 
 
 @contextmanager

@@ -39,9 +39,7 @@ class OptimizerState:
         self._optimizer, self._options_we_set = optimizer, options_we_set
         self._correction_state = {} if correction_state is None else correction_state
         self._groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        self._initial_options = {
-            key: copy.deepcopy(self._options(group)) for key, group in self._groups.items()
-        }
+        self._initial_options = {k: copy.deepcopy(self._options(g)) for k, g in self._groups.items()}
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in group.items() if key not in self._options_we_set}
@@ -63,9 +61,8 @@ class OptimizerState:
         group = self._groups[id(parameter)]
         placed = partial(_copy_like, parameter)
         saved, changed = from_bytes(tree)["list"]
-        options = copy.deepcopy(self._initial_options[id(parameter)]) | self._options(
-            unpacked(changed, values, placed)
-        )
+        options = copy.deepcopy(self._initial_options[id(parameter)])
+        options |= self._options(unpacked(changed, values, placed))
         for key in self._options(group).keys() - options.keys():
             del group[key]
         for key, value in options.items():

@@ -43,9 +43,8 @@ class Weights:
         self.weighs = correction.weighs
         """Whether a gradient is changed before its update."""
         options_we_set = {"params"} if rate.fraction is None else {"params", "lr"}
-        self._state = (
-            OptimizerState(optimizer, self.correction_state.state, options_we_set) if optimizer else None
-        )
+        corrected = self.correction_state.state
+        self._state = OptimizerState(optimizer, corrected, options_we_set) if optimizer else None
         self._ema = ema
         self.updates = 0
 
