@@ -31,18 +31,18 @@ from pipetrain.schedule.timeline import Bounds, Row, StageStats
 
 @dataclass(slots=True)
 class _Window:
-    """One window. `first`: its first update, or EVALUATION; `outputs`: of a prediction, without targets."""
+    """One window. `first_update`: or EVALUATION; `outputs`: of a prediction, which has no targets."""
 
     order: Order
     feed: Feed
-    first: int
+    first_update: int
     mail: Mailbox
     sums: Sums
     outputs: list[Tensors] | None = None
 
     @property
     def trains(self) -> bool:
-        return self.first != EVALUATION
+        return self.first_update != EVALUATION
 
     def overlapping(self, backward: Action) -> AbstractContextManager[None]:
         """Return the context of a backward, in which the last one of a batch starts the gradient's sums."""
@@ -245,7 +245,7 @@ class Engine:
         if not window.trains:
             return Seeds(self.seed, EVALUATION, action.mb)
         batch, microbatch = divmod(action.mb, window.order.microbatches)
-        return Seeds(self.seed, window.first + batch, microbatch)
+        return Seeds(self.seed, window.first_update + batch, microbatch)
 
     def _backward(self, action: Action, window: _Window) -> None:
         stage = self.stages[action.stage]

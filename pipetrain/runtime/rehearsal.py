@@ -108,7 +108,7 @@ class _Finished(dist.Work):
 
 
 def resized_feed(feed: Feed, size: Size) -> RepeatedFeed:
-    """Return microbatches of a size whose rows are those of a feed's first one, again and again."""
+    """Return a feed of microbatches of a size whose rows are those of another feed's first one."""
     inputs, target = feed.peek()
     return RepeatedFeed(
         size,

@@ -42,9 +42,9 @@ UNWATCHED = WindowWatch()
 
 @dataclass(frozen=True, slots=True)
 class WindowRun:
-    """What a window of batches of the sizes `planned_sizes` came to; `done` of them ran.
+    """The result of a window of batches of these sizes, of which the first `done` ran.
 
-    `row`, `peak_bytes`: what was measured, where a Watch has asked for it. `outputs`: of a prediction, those
+    `row`, `peak_bytes`: what was measured, where a WindowWatch asks for it. `outputs`: of a prediction, those
     for each batch in host memory, on rank 0.
     """
 

@@ -114,8 +114,8 @@ def dying(world: World, store: dist.Store, folder: Path) -> tuple[str, str]:
 
 def test_a_rank_that_dies_while_it_saves_is_not_waited_for(tmp_path):
     (main, beside), _ = run_world(dying, 2, tmp_path)
-    assert main.startswith("rank 0 could not hear the end of a save from rank 1: ")
-    assert beside.startswith("rank 0 could not hear what they wrote of update-00000006 from rank 1: ")
+    assert main.startswith("rank 0 could not receive the end of a save from rank 1: ")
+    assert beside.startswith("rank 0 could not receive what they wrote of update-00000006 from rank 1: ")
     assert names(tmp_path) == ["update-00000006.partial"]
 
 

@@ -83,7 +83,7 @@ def test_the_bound_is_enforced_and_its_expiry_named_and_so_are_norms_that_do_not
 def test_a_rank_that_leaves_after_an_error_is_lost_at_once_whatever_still_refers_to_its_messages(ranks):
     (message, told), _ = ranks(in_world, leave_with_references)
     assert message.startswith("rank 0 lost rank 1 at the gradient of microbatch 0: Connection closed by peer")
-    assert told.startswith("rank 0 could not hear it from rank 1: Connection closed by peer")
+    assert told.startswith("rank 0 could not receive it from rank 1: Connection closed by peer")
 
 
 def test_what_has_arrived_and_where_there_is_room_can_be_asked():

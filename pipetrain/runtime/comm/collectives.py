@@ -93,7 +93,7 @@ class Ranks:
         else:
             texts = [text, *(self._receive(purpose, rank) for rank in range(1, self.world.size))]
             listening = [rank for rank, text in enumerate(texts) if rank and text != END_TEXT]
-            with self._naming_errors(f"tell the others {purpose}"):
+            with self._naming_errors(f"send the others {purpose}"):
                 _wait_for(self._post_to(listening, json.dumps(texts)), self._limit_s)
         return self._checked_items(purpose, texts, self.world.size)
 
@@ -111,7 +111,7 @@ class Ranks:
     def _receive(self, purpose: str, rank: int) -> str:
         """Return a rank's text; if that rank is lost, send its number to the others."""
         try:
-            with self._naming_errors(f"hear {purpose} from rank {rank}"):
+            with self._naming_errors(f"receive {purpose} from rank {rank}"):
                 return self._receive_text(rank)
         except ChannelError as error:
             for other in set(range(1, self.world.size)) - {rank}:
@@ -161,10 +161,10 @@ class Ranks:
         """
         texts = [json.dumps([purpose, item])]
         if self.world.rank:
-            with self._naming_errors(f"hear {purpose} from rank 0"):
+            with self._naming_errors(f"receive {purpose} from rank 0"):
                 texts = json.loads(self._receive_text(0))
         elif self.world.size > 1:
-            with self._naming_errors(f"tell the others {purpose}"):
+            with self._naming_errors(f"send the others {purpose}"):
                 _wait_for(self._unwaited_sends)
                 self._unwaited_sends = self._post_to(range(1, self.world.size), json.dumps(texts))
                 if ends:
