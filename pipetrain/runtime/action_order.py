@@ -102,8 +102,8 @@ class Order:
     def saving(self, stage: int, mb: int) -> Saving:
         return Saving((stage, mb) in self._split, (stage, mb) in self._recomputed)
 
-    def actions(self, mail: Mailbox, waits: Callable[[], None]) -> Iterator[Action]:
-        """Yield the actions; each is done when the next one is requested. `waits`: called before a wait."""
+    def actions(self, mail: Mailbox, before_wait: Callable[[], None]) -> Iterator[Action]:
+        """Yield the actions; each is done when the next is requested. `before_wait`: called before a wait."""
         while self._position + 1 < len(self._list):
             self._position += 1
             while self._stop_points and self._stop_points[0][0] <= self._position < len(self._list):

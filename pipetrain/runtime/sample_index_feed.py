@@ -38,11 +38,11 @@ def batches_that_count(
     counting = samples.counting(epoch, task.weight) if groups.world.rank == last else []
     counting = groups.broadcast("the batches in which something counts", counting, last)
     skipped = len(batches) - len(counting)
-    what = f"epoch {epoch + 1}: none of the targets counts in {skipped} of {len(batches)} batches"
+    message = f"epoch {epoch + 1}: none of the targets counts in {skipped} of {len(batches)} batches"
     if not counting:
-        raise TrainingStopped(f"{what}: there is nothing to learn")
+        raise TrainingStopped(f"{message}: there is nothing to learn")
     if skipped and groups.world.rank == 0:
-        log.warning("pipetrain: %s, which are skipped", what)
+        log.warning("pipetrain: %s, which are skipped", message)
     return [batches[number] for number in counting]
 
 

@@ -205,8 +205,8 @@ def make_engine(
                     reason = no_room_sentence(graphs, planned_bytes, room)
                 reason = stage.capture(bounds[index].activations, bounds[index].versions, reason)
                 if reason and requested is True:
-                    what = f"the passes of stage {index} cannot be captured"
-                    raise ConfigError(f"cuda_graphs: {what}: {reason}; leave cuda_graphs out")
+                    finding = f"the passes of stage {index} cannot be captured"
+                    raise ConfigError(f"cuda_graphs: {finding}: {reason}; leave cuda_graphs out")
             if reason:
                 uncaptured.append(reason)
             else:

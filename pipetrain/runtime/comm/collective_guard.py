@@ -165,14 +165,14 @@ def _as_json(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor | np.generic) else type(value).__name__
 
 
-def broadcast_from_rank0(groups: Ranks, what: str, tensors: Mapping[str, Tensor]) -> None:
+def broadcast_from_rank0(groups: Ranks, purpose: str, tensors: Mapping[str, Tensor]) -> None:
     """Overwrite tensors in host memory with those of rank 0.
 
     Raises ConfigError, on all ranks, if names or forms differ.
     """
-    compare_ranks(groups, what, {f"tensor {name}": str(specs_of([t])[0]) for name, t in tensors.items()})
+    compare_ranks(groups, purpose, {f"tensor {name}": str(specs_of([t])[0]) for name, t in tensors.items()})
     on_cpu = [t.data for t in tensors.values() if t.device.type == "cpu"]
-    checksums = groups.gather(what, [zlib.crc32(bytes_of(t).numpy().data) for t in on_cpu])
+    checksums = groups.gather(purpose, [zlib.crc32(bytes_of(t).numpy().data) for t in on_cpu])
     for tensor, *sums in zip(on_cpu, *checksums, strict=True):
         if len(set(sums)) > 1:
-            groups.broadcast_tensor(what, tensor)
+            groups.broadcast_tensor(purpose, tensor)

@@ -111,8 +111,9 @@ class ProcessGroups(Ranks):
         limit = timedelta(seconds=self._timeout)
         if self._owns_default_group:
             make_group(self.world, self.store, limit)
-        own = self._owns_default_group
-        self._gloo = dist.group.WORLD if own else dist.new_group(timeout=limit, backend="gloo")
+            self._gloo = dist.group.WORLD
+        else:
+            self._gloo = dist.new_group(timeout=limit, backend="gloo")
 
     def _connect(self) -> None:
         if self.backend == "nccl":

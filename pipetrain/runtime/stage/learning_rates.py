@@ -57,8 +57,8 @@ class Rates:
         """
         if self._fraction is None and self.scheduler is None:
             return
-        for number, (current, seen) in enumerate(zip(self._current(), self._last_seen, strict=True)):
-            if current is not seen and (isinstance(current, Tensor) or current != seen):
+        for number, (current, last_seen) in enumerate(zip(self._current(), self._last_seen, strict=True)):
+            if current is not last_seen and (isinstance(current, Tensor) or current != last_seen):
                 raise ConfigError(
                     f"lr_schedule= sets the rate of every update, and before update {update} the program has "
                     f"set that of parameter group {number} to {current}: leave one of them out"
