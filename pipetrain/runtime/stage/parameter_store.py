@@ -243,22 +243,20 @@ class ParameterStore:
             yield
         self.adds_at_once = True
 
+    # Sums over ranks of the gradients with these names, see gradient_buckets.py.
+
     def flat_gradients(self, names: Iterable[str]) -> list[Tensor]:
-        """Return gradients as vectors to be summed over ranks. Raises TrainingStopped for a sparse one."""
         return gradient_buckets.flat_gradients(self._named(names))
 
     def counts(self, names: Iterable[str], skip: Tensor | None) -> list[Tensor]:
-        """Return what is summed with the gradients to count those that exist: see gradient_counts."""
         return gradient_buckets.gradient_counts(self._named(names), skip)
 
     def parts(self, names: Iterable[str], sums: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Split sums of `flat_gradients` vectors into a part for each name, and the rest."""
         return gradient_buckets.split_sums(self._named(names), sums)
 
     def set_gradients(
         self, names: Iterable[str], parts: Mapping[str, Tensor], counts: Tensor, copies: bool = True
     ) -> None:
-        """Set gradients from sums of `flat_gradients` and of `counts` for the same names."""
         gradient_buckets.set_gradients(self._named(names), parts, counts, copies)
 
     def _named(self, names: Iterable[str]) -> dict[str, Tensor]:

@@ -304,18 +304,17 @@ class Stage:
         """Whether the update of the reduced batch is skipped, see Batch."""
         return self._reduced.skipped
 
+    # What the observers of the reduced batch exchange with other stages and replicas, see Observer.
+
     def on_sums(self, numbers: Tensor) -> None:
-        """Pass numbers of other stages, on which the batch's update depends, to the observers."""
         for observer in self.observers:
             observer.on_sums(self._reduced, numbers)
 
     def partial_sums(self, replica: int, replicas: int) -> list[Tensor]:
-        """Return the observers' numbers of the reduced batch, to be summed over replicas."""
         sums = (observer.partial_sums(self._reduced, replica, replicas) for observer in self.observers)
         return [numbers for numbers in sums if numbers is not None]
 
     def on_reduced(self, numbers: Tensor) -> None:
-        """Pass the sum over all replicas to the observers."""
         for observer in self.observers:
             observer.on_reduced(self._reduced, numbers)
 
