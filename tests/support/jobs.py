@@ -111,7 +111,7 @@ def leave_with_references(world: World, store: Store) -> tuple[str, str]:
     channel, first = groups.channel(1), world.rank == 0
     channel.expect([_message(0, 4, not first)])
     groups.broadcast_nowait("the next window") if first else None
-    referred_to = [list(end.posted) for end in channel._ends.values()], groups._heads.copy(), groups._all
+    referred_to = [list(end.posted) for end in channel._ends.values()], groups._heads.copy(), groups._gloo
     if first:
         said = (
             _complaint(partial(channel.recv, _message(0, 4, False))),
