@@ -85,13 +85,13 @@ def race_torchgpipe(
         return race_torchgpipe(overrides, others, rounds, example, classes) | failed
     results = {}
     for name in entrants:
-        seconds, forwards, peaks, losses = zip(*(rank[name] for rank in of_ranks), strict=True)
-        marks = [[*zip(*of_round, strict=True)] for of_round in zip(*filter(None, forwards), strict=True)]
-        results[name] = {
-            "seconds": seconds[0],
+        ranks_of = [rank[name] for rank in of_ranks]
+        forwards = zip(*(rank["forwards"] for rank in ranks_of if rank["forwards"]), strict=True)
+        marks = [[*zip(*of_round, strict=True)] for of_round in forwards]
+        results[name] = ranks_of[0] | {
             "forwards": [max(ends) - min(starts) for starts, ends in marks if max(ends) < math.inf],
-            "peaks": [nbytes for of_rank in peaks for nbytes in of_rank],
-            "losses": next(filter(None, losses)),
+            "peaks": [nbytes for rank in ranks_of for nbytes in rank["peaks"]],
+            "losses": next(rank["losses"] for rank in ranks_of if rank["losses"]),
             "failure": "",
         }
     return results
@@ -121,13 +121,13 @@ def _race(groups: ProcessGroups, say: Say, task: Task, entrants: Entrants, round
             )
     series = race(groups, contestants, rounds, say)
     return {
-        one.name: (
-            series[one.name],
-            getattr(one, "forwards", [])[-rounds:],
-            getattr(one, "peaks", list)(),
-            one.losses,
-        )
-        for one in contestants
+        contestant.name: {
+            "seconds": series[contestant.name],
+            "forwards": getattr(contestant, "forwards", [])[-rounds:],
+            "peaks": getattr(contestant, "peaks", list)(),
+            "losses": contestant.losses,
+        }
+        for contestant in contestants
     }
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from statistics import median
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from pipetrain.commands.cli import composed, values_of
 from pipetrain.plan.paper_plan import planned
 from pipetrain.schedule.memory import GIB, totals
-from published.measures import Race
+from published.measures import Race, partition
 from published.record import Chart, Check, Finding, How, Line, Results, Series, Step, those
 from published.torchgpipe_race import THEIRS, race_torchgpipe
 
@@ -56,7 +56,7 @@ def steps(quick: bool) -> dict[str, Step]:
 
 def plan(overrides: Sequence[str], balance: Sequence[int], counts: Sequence[int]) -> dict[str, Any]:
     """Return the parameters, and by mode what the fullest rank has open, in bytes, by microbatches."""
-    words = [f"partition={[*accumulate(balance)][:-1] or 'even'}", f"stages={len(balance)}", "batch_size=64"]
+    words = [partition(balance), f"stages={len(balance)}", "batch_size=64"]
     result: dict[str, Any] = {mode: [] for mode in MODES}
     for m, mode in ((m, mode) for m in counts for mode in MODES):
         more = [f"microbatches={m}", f"recompute={mode}", "schedule=gpipe"]
@@ -103,15 +103,12 @@ def show(results: Results) -> Iterator[Finding]:
     says = " and ".join(f"{n:,}" for n in parameters)
     yield Check("parameters", f"{PARAMETERS:,}", says, parameters == {PARAMETERS})
     lines: dict[str, list[Line]] = {name: [] for name in (*MODES, "ratio", "plan")}
-    flat: dict[str, dict[int, float]] = {who: {} for who in WHO}
-    fits: dict[str, dict[int, float]] = {who: {} for who in WHO}
-    full: dict[str, dict[int, float]] = {mode: {} for mode in MODES}
+    flat, fits, full = (defaultdict[str, dict[int, float]](dict) for _ in range(3))  # by K
     for k, plan in plans.items():
-        races = {int(m): of for m, of in those(results, f"bytes {k} ").items()}
-        names = dict.fromkeys(name for of in races.values() for name in of)
-        peaks = {
-            name: {m: of[name]["peak"] / 2**20 for m, of in races.items() if name in of} for name in names
-        }
+        peaks: dict[str, dict[int, float]] = {}  # by contestant and microbatches, in MiB
+        for m, race in those(results, f"bytes {k} ").items():
+            for name, of in race.items():
+                peaks.setdefault(name, {})[int(m)] = of["peak"] / 2**20
         for name, by_m in peaks.items():
             who, mode = name.split()
             lines[mode].append(Line(f"{who} K={k}", How.RUN, by_m))
@@ -121,12 +118,10 @@ def show(results: Results) -> Iterator[Finding]:
             ratio = Series(f"K = {k}, {who}", "always / never", "m", here, published=RATIOS[k])
             yield ratio
             lines["ratio"].append(ratio.line(f"{who} K={k}"))
-            flat[who][k], (fixed, shared, fits[who][k]) = (
-                max(never.values()) / min(never.values()),
-                fitted(always),
-            )
+            worst = flat[who][k] = max(never.values()) / min(never.values())
+            fixed, shared, fits[who][k] = fitted(always)
             if who == OURS:
-                what, worst = f"K = {k}: flat in m without", flat[who][k]
+                what = f"K = {k}: flat in m without"
                 yield Check(what, "max / min 1.12 to 1.18", f"{worst:.2f}", worst <= FLAT)
                 says = f"{fixed:.2f} + {shared:.1f} / m MiB, R² {fits[who][k]:.3f}"
                 yield Check(f"K = {k}: with recomputation", "N + A / m", says, fits[who][k] > FIT)
@@ -144,11 +139,14 @@ def show(results: Results) -> Iterator[Finding]:
     for mode, by_k in full.items():
         yield Series(f"full size, m = {max(never)}", mode, "K", by_k, How.PLANNED, "GiB")
     yield from timed({int(k): Race(of) for k, of in those(results, "time ").items()})
-    x, part = "microbatches m", "of the fullest device"
-    yield Chart(f"Never recomputed: activations {part}", x, "MiB", lines[NEVER], "x")
-    yield Chart(f"Always recomputed: activations {part}", x, "MiB", lines[ALWAYS], "xy")
-    yield Chart("Always / never", x, "", lines["ratio"], "xy")
-    yield Chart(f"Full size, gpipe: activations {part}", x, "GiB", lines["plan"], "xy")
+    part = "of the fullest device"
+    for title, key, unit, logs in (
+        (f"Never recomputed: activations {part}", NEVER, "MiB", "x"),
+        (f"Always recomputed: activations {part}", ALWAYS, "MiB", "xy"),
+        ("Always / never", "ratio", "", "xy"),
+        (f"Full size, gpipe: activations {part}", "plan", "GiB", "xy"),
+    ):
+        yield Chart(title, "microbatches m", unit, lines[key], logs)
 
 
 def timed(races: dict[int, Race]) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import sqrt
 from typing import Any
 
@@ -14,7 +14,7 @@ from benchmark.tasks import Task, prepare
 from benchmark.worlds import Say, run_world
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.schedule.memory import GIB
-from published.measures import predicted
+from published.measures import partition, predicted
 from published.record import Chart, Check, Finding, How, Line, Results, Series, Step, those
 
 LIMIT, P40 = 8e9 / GIB, 22.4  # GiB of a TPUv2's core, and of the GPU that torchgpipe had
@@ -96,11 +96,7 @@ def held(
     cells: int, filters: int, balance: Sequence[int], batch: int = 16, image: int = 64
 ) -> list[tuple[int, int]]:
     """Train a size with samples as microbatches; return the peaks of its stages, measured and planned."""
-    words = [
-        f"batch_size={batch}",
-        f"microbatches={batch}",
-        f"partition={[*accumulate(balance)][:-1] or 'even'}",
-    ]
+    words = [f"batch_size={batch}", f"microbatches={batch}", partition(balance)]
     task = Task((*sized(cells, filters), *words), (3, image, image), 1000)
     of_ranks = run_world(_held, len(balance), progress, task)
     return [(measured, planned) for stages in of_ranks for _, measured, planned in stages]
