@@ -30,10 +30,10 @@ from pipetrain.config.settings import Settings
 from pipetrain.errors import ConfigError
 from pipetrain.records.run_folder import RunFolder, claim, lengthens
 from pipetrain.typed_json import DamagedCheckpoint
-from tests.support import cases
-from tests.support.cases import Case, Ran, Saved, compare, config, make_run, run_in_threads, state_of
+from tests.support import thread_ranks
+from tests.support.cases import Case, Ran, RankRun, Run, compare, config, make_run, options_of, state_of
 from tests.support.run_files import forge, put
-from tests.support.runs import RankRun, Run
+from tests.support.thread_ranks import Saved, run_in_threads
 
 pytestmark = pytest.mark.slow
 
@@ -167,7 +167,7 @@ def test_what_replicas_have_apart_at_a_load_is_of_before(tmp_path, monkeypatch):
         epochs.session.average_buffers()
         return state_of(epochs, run)
 
-    monkeypatch.setattr(cases, "state_of", trained_and_loaded)
+    monkeypatch.setattr(thread_ranks, "state_of", trained_and_loaded)
     case = a_case("1f1b", 2, SHARED, "microbatches=2", "epochs=1")
     state, _ = run_in_threads(case, saved=Saved(tmp_path, keep=1))
     (source,) = checkpoints(tmp_path)
@@ -415,7 +415,7 @@ def test_what_does_not_fit_or_is_done_is_refused(mine, updates, ending, says):
 
 
 def test_a_run_of_the_command_line_must_agree_in_these():
-    run, options = make_run(PLAIN), cases.options_of(["model=mlp"])
+    run, options = make_run(PLAIN), options_of(["model=mlp"])
     known = conditions_of(options, run.settings, run.facts, run.task)
     assert {"model", "data", "data's fingerprint", "batch_size", "seed", "dtype"} <= known.keys()
     assert (known["batch_size"], known["dtype"]) == (12, "float64")

@@ -24,9 +24,9 @@ from pipetrain.errors import ChannelError
 from pipetrain.runtime.comm.collectives import Ranks, World
 from pipetrain.runtime.comm.rendezvous import make_group
 from tests.support import DEADLINE_S
-from tests.support.cases import SavingRanks
 from tests.support.process_ranks import run_world
 from tests.support.processes import checkpoints
+from tests.support.thread_ranks import SavingRanks
 
 
 def state(rank: int) -> Files:

@@ -54,7 +54,7 @@ def test_overrides_reach_the_job(command, tmp_path):
 
 def test_a_codec_of_one_s_own_is_a_class_and_a_yaml(command, tmp_path):
     (tmp_path / "codec").mkdir()
-    (tmp_path / "codec" / "signs.yaml").write_text("_target_: tests.support.codecs.Signs\nscale: 0.5\n")
+    (tmp_path / "codec" / "signs.yaml").write_text("_target_: tests.support.models.Signs\nscale: 0.5\n")
     status, (cfg,) = command("codec.backward=signs", "codec.backward.scale=2", f"--config-dir={tmp_path}")
     codecs = Settings.composed(values_of(cfg), "1f1b", 2).codecs
     assert (status, str(codecs.backward), str(codecs.forward)) == (0, "Signs", "identity")

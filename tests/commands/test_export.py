@@ -15,9 +15,10 @@ from pipetrain import Pipeline
 from pipetrain.checkpoint.files import CHECKPOINTS
 from pipetrain.commands.export import main
 from tests.support import edge_case_models
-from tests.support.cases import Case, Saved, make_run, run_in_threads
+from tests.support.cases import Case, make_run
 from tests.support.models import with_norm
 from tests.support.run_files import forge, put
+from tests.support.thread_ranks import Saved, run_in_threads
 
 
 def test_it_loads_into_the_model_that_was_trained_and_so_does_its_moving_average(tmp_path, capsys):

@@ -17,8 +17,9 @@ from pipetrain.plan.memory_fit import optimizer_state
 from pipetrain.plan.paper_plan import state_of
 from pipetrain.runtime.stage.optimizer_trial import try_optimizer
 from pipetrain.trainer.arguments import read_optimizer
-from tests.support.cases import Case, compare, options_of, run_in_threads
+from tests.support.cases import Case, compare, options_of
 from tests.support.refusals import refusal
+from tests.support.thread_ranks import run_in_threads
 
 PLAIN = "model._target_=tests.support.models.without_norm"
 

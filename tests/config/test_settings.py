@@ -62,7 +62,7 @@ def test_what_may_be_a_value_or_have_parts():
 
 
 CODEC = {"_target_": "pipetrain.codec.TopK", "fraction": "x"}
-CODECS = "tests.support.codecs"
+CODECS = "tests.support.models"
 STRATEGY = "must be one of even, params, flops, profile, the first layers of all stages but the first, such"
 
 

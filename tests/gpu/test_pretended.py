@@ -30,10 +30,11 @@ from pipetrain.runtime.microbatch_feed import FeedSettings, WindowPart
 from pipetrain.runtime.stage.buffers import Buffers
 from pipetrain.schedule.actions import UPDATE
 from pipetrain.tasks import Regression
-from tests.support.cases import SCHEDULES, Case, Ran, compare, make_run, run_in_threads
+from tests.support.cases import SCHEDULES, Case, Ran, compare, make_run
 from tests.support.models import flat
 from tests.support.pretended_gpu.tensors import is_tagged
 from tests.support.pretended_gpu.world import Trained, alone, on_gpus
+from tests.support.thread_ranks import run_in_threads
 
 pytestmark = pytest.mark.slow
 

@@ -18,8 +18,7 @@ from pipetrain.schedule.actions import COMMUNICATION, RECEIVES, SENDS
 from pipetrain.schedule.timeline import TracedWindow
 from tests.gpu.rows import Row, Setting, judged
 from tests.gpu.training import FLOAT32, MODELS
-from tests.support.cases import Case, Listener, make_run
-from tests.support.runs import rank_run
+from tests.support.cases import Case, Listener, make_run, rank_run
 
 CLOCKS_S = 1e-3  # by which a device's events may be off the host's clock, beside the error of the clocks
 REHEARSAL_S = 1.0  # likewise where a busy host may stop between sending and looking at the clock

@@ -20,9 +20,9 @@ from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.schedule.actions import Program
 from tests.gpu.rows import SKIPPED, Row, Setting, judged
 from tests.gpu.speed import no_compiler
-from tests.support.cases import Case, Listener, expected, make_run, run_in_threads, state_of
+from tests.support.cases import Case, Listener, expected, make_run, rank_run, state_of
 from tests.support.process_ranks import gathered
-from tests.support.runs import rank_run
+from tests.support.thread_ranks import run_in_threads
 
 TOLERANCE = 1e-9  # of weights and losses in float64
 NEAR = 0.05  # of a loss, relative, where something is rounded
@@ -190,7 +190,7 @@ def staged(setting: Setting) -> Iterator[Row]:
 def exact(setting: Setting) -> Iterator[Row]:
     """Train with every option whose result is exact, on two ranks."""
     plain, four = (*COMMON, "microbatches=4"), "microbatches=4"
-    ragged, same = (*COMMON, "microbatches=3"), "_target_=tests.support.codecs.Same"
+    ragged, same = (*COMMON, "microbatches=3"), "_target_=tests.support.models.Same"
     codec = (f"codec.forward.{same}", f"codec.backward.{same}")
     found = {
         "recompute=always": Case("1f1b", 2, (*plain, "recompute=always")),

@@ -22,9 +22,8 @@ from pipetrain.model.specs import TensorSpec
 from pipetrain.runtime.comm.message import Message
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from tests.gpu.rows import MIB, Row, Setting, judged
-from tests.support.cases import Case, make_run
+from tests.support.cases import Case, make_run, rank_run
 from tests.support.models import flat, is_planned
-from tests.support.runs import rank_run
 
 PAYLOAD_MIB = 80  # gloo and NCCL cut messages into pieces well below 64 MiB
 MESSAGES = 4  # each way

@@ -18,7 +18,7 @@ from pipetrain.model.factory import build
 from pipetrain.model.requirements import materialise
 from pipetrain.model.tensor_places import named_tensors
 from pipetrain.models import gpt
-from tests.support.memory_counter import Live
+from tests.runtime.stage.test_memory_meter import Live
 
 
 def made(factory, seed: int = 0) -> dict[str, Tensor]:

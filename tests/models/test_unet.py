@@ -13,7 +13,8 @@ from pipetrain.model.specs import Size, TensorSpec, ValueSpec
 from pipetrain.models import unet
 from pipetrain.models.unet import Concatenate
 from pipetrain.plan.cost_estimate import estimate
-from tests.support.cases import Case, compare, options_of, run_in_threads
+from tests.support.cases import Case, compare, options_of
+from tests.support.thread_ranks import run_in_threads
 
 SMALL = {"num_classes": 3, "levels": 3, "convolutions": 2, "width": 4}
 

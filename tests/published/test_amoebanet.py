@@ -10,7 +10,8 @@ from pipetrain.config.build import build
 from pipetrain.errors import ConfigError
 from published.amoebanet import NORMAL, REDUCTION, Cell, Halving, amoebanet
 from published.experiments.torchgpipe_amoebanet import WORDS
-from tests.support.cases import Case, compare, options_of, run_in_threads
+from tests.support.cases import Case, compare, options_of
+from tests.support.thread_ranks import run_in_threads
 
 # Of torchgpipe 0.0.7's tables: (normal cells, filters): layers, parameters for 1000 classes, rounded to 10^n.
 PUBLISHED = {

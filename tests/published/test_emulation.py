@@ -8,7 +8,8 @@ from torch import Tensor
 
 from pipetrain.config.parameter_groups import ChainedOptimizer
 from published.emulation import Emulation, Feed, Pipeline
-from tests.support.cases import Case, make_run, run_in_threads
+from tests.support.cases import Case, make_run
+from tests.support.thread_ranks import run_in_threads
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,8 @@ from torch import nn
 
 from pipetrain.models import resnet18, resnet50
 from published.experiments.torchgpipe_resnet101 import flat_resnet101, flattened
-from tests.support.cases import Case, compare, run_in_threads
+from tests.support.cases import Case, compare
+from tests.support.thread_ranks import run_in_threads
 
 
 def narrow_and_flat() -> nn.Sequential:

@@ -7,7 +7,8 @@ from torch import nn
 
 from pipetrain.config.build import build
 from published.experiments.torchgpipe_unet import MASKS, unet_instancenorm
-from tests.support.cases import Case, compare, options_of, run_in_threads
+from tests.support.cases import Case, compare, options_of
+from tests.support.thread_ranks import run_in_threads
 
 
 def normed() -> nn.Sequential:

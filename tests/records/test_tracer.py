@@ -11,7 +11,8 @@ from pipetrain.records import tracer as module
 from pipetrain.records.tracer import Trace, Tracer, about_trace
 from pipetrain.runtime.comm.collectives import World
 from pipetrain.schedule.timeline import Row, Span
-from tests.support.cases import Case, Listener, make_run, run_in_threads
+from tests.support.cases import Case, Listener, make_run
+from tests.support.thread_ranks import run_in_threads
 
 PLAIN = "model._target_=tests.support.models.without_norm"
 

@@ -13,7 +13,8 @@ from pipetrain import Pipeline
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.actions import COMMUNICATION, SENDS
 from pipetrain.schedule.timeline import Bounds
-from tests.support.cases import Case, Listener, run_in_threads
+from tests.support.cases import Case, Listener
+from tests.support.thread_ranks import run_in_threads
 
 WORDS = ("model._target_=tests.support.models.without_norm", "microbatches=2", "epochs=1", "trace=true")
 SAMPLE = 4 * 4 * 4 * 8  # bytes between the two stages, in float64

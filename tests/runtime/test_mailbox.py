@@ -3,22 +3,57 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from pipetrain.codec import Codec, Codecs, Half, Int8, TopK, TopKInt8
 from pipetrain.errors import TrainingStopped
 from pipetrain.model.specs import specs_of
+from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.comm.message import Message
+from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.mailbox import Coding
-from tests.support.cases import Case, run_in_threads
-from tests.support.codecs import Signs
-from tests.support.jobs import exchange_coded
+from tests.support import DEADLINE_S
+from tests.support.cases import Case
+from tests.support.models import Signs
 from tests.support.process_ranks import in_world
+from tests.support.thread_ranks import run_in_threads
+
+CPU = torch.device("cpu")
+
+
+def exchange_coded(world: World, store: Store, all_codecs: Sequence[Codecs]) -> int:
+    """Two ranks send each other images, channels innermost, through each pair of codecs, and check them."""
+    groups = ProcessGroups(world, [(0,), (1,)], [((0, 1), (0, 1)), ((1, 0), (1, 0))], CPU, store, DEADLINE_S)
+    x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    x = x.contiguous(memory_format=torch.channels_last)
+    for codecs in all_codecs:
+        channel, coding, plain = groups.channel(1, True), Coding(codecs, True), specs_of([x])
+        ends = (0, 1), (1, 0)
+        out, back = (
+            Message(*end, 0, coding.specs(end, plain), end, plain)
+            for end in (ends if world.rank == 0 else ends[::-1])
+        )
+        channel.expect([back] * 2)
+        for _ in range(2):
+            channel.send(out, coding.encode(out, [x]))
+            (arrived,) = coding.decode(back, channel.recv(back))
+        channel.drain()
+        codec, residual = codecs.for_edge(back.edge), torch.zeros_like(x)
+        for _ in range(2):  # what the other rank did
+            owed = x + residual if codec.error_feedback else x
+            decoded = codec.decode(codec.encode(owed), plain[0])
+            residual = owed - decoded
+        assert torch.equal(arrived, decoded)
+        assert arrived.is_contiguous(memory_format=torch.channels_last)
+    groups.close()
+    return len(all_codecs)
 
 
 class StopCheck:
@@ -67,9 +102,16 @@ def test_what_is_not_finite_is_refused_with_the_message_s_name(bad, codec):
 
 # Error feedback
 
+
 FED_BACK: list[Codec] = [TopK(0.3), TopK(0.1, "fp32"), TopKInt8(0.3), Int8(error_feedback=True), Signs(0.5)]
+
+
 KEPT = {torch.float64: torch.float64, torch.float32: torch.float32}  # the residual's dtype
+
+
 KEPT |= dict.fromkeys((torch.float16, torch.bfloat16), torch.float32)
+
+
 numbers = st.lists(st.lists(st.integers(-1000, 1000), min_size=6, max_size=6), min_size=1, max_size=8)
 
 
@@ -103,8 +145,11 @@ def test_residuals_are_of_an_edge_a_tensor_and_a_shape():
 
 # Training
 
+
 WORDS = ("model._target_=tests.support.models.without_norm", "microbatches=2", "epochs=1")
-SAME = [f"codec.{way}._target_=tests.support.codecs.Same" for way in ("forward", "backward")]
+
+
+SAME = [f"codec.{way}._target_=tests.support.models.Same" for way in ("forward", "backward")]
 
 
 def test_a_codec_that_changes_nothing_trains_as_none_and_an_evaluation_is_not_encoded():

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from pipetrain import Pipeline
-from tests.support.cases import Case, Saved, compare, make_run, run_in_threads
+from tests.support.cases import Case, compare, make_run
+from tests.support.thread_ranks import Saved, run_in_threads
 
 TIED, COMPLEX = (
     f"model._target_=tests.support.{name}" for name in ("models.tied", "edge_case_models.fourier_shared")

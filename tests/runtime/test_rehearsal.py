@@ -18,8 +18,8 @@ from pipetrain.runtime.engine import Engine
 from pipetrain.runtime.stage.parameter_store import ParameterStore
 from pipetrain.schedule.actions import COMPUTE, RECEIVES, UPDATE, Action, Op
 from tests.support import DEADLINE_S
-from tests.support.cases import SCHEDULES, Case, LocalLinks, make_run, run_in_threads
-from tests.support.thread_ranks import LocalChannel
+from tests.support.cases import SCHEDULES, Case, make_run
+from tests.support.thread_ranks import LocalChannel, LocalLinks, run_in_threads
 from tests.users.test_saving import Lookahead
 
 UNEVEN = ("microbatches=3", "epochs=2", "window=2")  # microbatches of 4, 3 and 2 samples

@@ -1,52 +1,64 @@
-"""One case: a configuration on tiny data, trained by pipetrain and by the reference, and compared."""
+"""A case: a configuration on tiny data, planned for its ranks, trained, and held against the reference."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import repeat
-from pathlib import Path
-from threading import Barrier, Lock
-from typing import Any, Self
+from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipetrain.checkpoint.epoch_record import EpochRecord, Stats
-from pipetrain.checkpoint.files import Manifest, Position, read_whole
-from pipetrain.checkpoint.resume import Source, tensors_of
-from pipetrain.checkpoint.writer import Writer
 from pipetrain.commands.cli import as_hydra, values_of
-from pipetrain.config.build import make_schedule
+from pipetrain.config.build import make_optimizer, make_schedule, make_task, model_of
 from pipetrain.config.choices import conf_dir
-from pipetrain.data import Augment, Data, Images, load_augment
-from pipetrain.model.random_numbers import Seeds, drawing
+from pipetrain.config.rate import LearningRate
+from pipetrain.config.settings import Settings
+from pipetrain.data import Augment, Data, DataFacts, Images, Sampler, load_augment
+from pipetrain.data.sampling import Sampled, even
+from pipetrain.model import factory
+from pipetrain.model.chain import network_of
+from pipetrain.model.network import Network
+from pipetrain.model.requirements import require_module
+from pipetrain.model.specs import ValueSpec
+from pipetrain.plan import make_plan as planning
+from pipetrain.plan.cost_estimate import estimates
+from pipetrain.plan.memory_fit import optimizer_state
+from pipetrain.plan.plan import Plan, Samples
+from pipetrain.plan.program import Draft
+from pipetrain.records.history import About
+from pipetrain.records.recorder import Recorder
 from pipetrain.records.tracer import Trace
-from pipetrain.runtime import engine
-from pipetrain.runtime.comm.collectives import World
-from pipetrain.runtime.stage.stage import Stage
-from pipetrain.schedule.actions import Op, Program, Tie, ranks_of
-from pipetrain.signals import Signals, StopRequest
-from pipetrain.tasks import IGNORED
-from pipetrain.trainer.listeners import Checkpoints
+from pipetrain.runtime.comm.collective_guard import CollectiveGuard
+from pipetrain.runtime.comm.process_groups import ProcessGroups
+from pipetrain.runtime.microbatch_feed import Batches
+from pipetrain.runtime.sample_index_feed import SampleIndexBatches
+from pipetrain.runtime.session import Session
+from pipetrain.runtime.stage.optimizer_trial import try_optimizer
+from pipetrain.runtime.stage.parameter_store import OptimizerFactory
+from pipetrain.runtime.stage.stage_factory import make_stages
+from pipetrain.schedule.actions import Op, Program, ranks_of
+from pipetrain.tasks import IGNORED, Task
+from pipetrain.trainer import run as trainer
+from pipetrain.trainer.fit import run_epochs
+from pipetrain.trainer.listeners import Checkpoints, listeners_of
 from pipetrain.trainer.window_stop import WindowStop
 from tests.support import DEADLINE_S, reference
-from tests.support.runs import RankRun, Run, prepare, rank_run
-from tests.support.thread_ranks import LocalChannel, Wire, in_threads
 
 GROUPS = {path.name for path in conf_dir().iterdir() if path.is_dir()}
+
+
 SCHEDULES = sorted(path.stem for path in (conf_dir() / "schedule").glob("*.yaml"))
 
 
@@ -145,6 +157,156 @@ def tiny_data(cfg: Mapping[str, Any], train: int, ignored: Sequence[int] = ()) -
         return Images(images, labels, (0.5,) * 3, (0.25,) * 3, augment, dtype)
 
     return Data("tiny", split(train, ignored, load_augment(cfg["data"])), split(11, (), None), 10)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run before it starts; `data` is None on ranks that need no sample."""
+
+    settings: Settings
+    facts: DataFacts
+    data: Data | None
+    task: Task
+    plan: Plan
+    sampler: Sampler
+    optimizer: OptimizerFactory
+    lr: float
+    take_network: Callable[[], Network]
+
+    @property
+    def evaluation_sizes(self) -> list[int]:
+        return even(self.facts.test, self.settings.batch_size)
+
+    @property
+    def updates(self) -> int:
+        return self.settings.epochs * len(self.sampler.batch_sizes)
+
+    @property
+    def about(self) -> About:
+        """What the records say of it."""
+        return About(self.settings, self.plan, self.task, self.facts, len(self.sampler.batch_sizes), self.lr)
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """A run on one rank, which has yet to begin."""
+
+    state: trainer.Run
+    recorder: Recorder | None
+    stop: WindowStop | None = None
+    checkpoints: Checkpoints | None = None
+
+    @property
+    def session(self) -> Session:
+        return self.state.session
+
+    def run(self) -> bool:
+        """Train and evaluate all epochs, as fit does; return False if stopped."""
+        saves = self.checkpoints
+        listeners = listeners_of(self.state, self.recorder, None, self.stop, saves)
+        looks = (saves.signals, saves.look_every) if saves else (None, None)
+        self.state.begin(listeners, *looks, max_unsynced_s=0.0)
+        return run_epochs(self.state)
+
+
+def rank_run(run: Run, groups: ProcessGroups, recorder: Recorder | None = None) -> RankRun:
+    """Return a run on one rank."""
+    settings, data = run.settings, run.data
+    # The whole model is built, as its initial weights depend on the order of layers, and then dropped.
+    network = run.take_network()
+    shown = next(name for name, p in network.model.named_parameters() if p.requires_grad)
+    rate = LearningRate(settings.rate(run.updates), shown)
+    stages = make_stages(run.plan, network, run.task, run.optimizer, rate, groups)
+    session = Session(run.plan, stages, run.task, groups)
+    # A seed per rank, for dropout; set after the model is built, whose weights use the seed itself.
+    torch.manual_seed((settings.seed + 1_000_003 * (groups.world.rank + 1)) % 2**63)
+    own = settings.seed, settings.workers, settings.timeout
+    train = Sampled(data.train if data else None, run.sampler.batch_sizes, run.sampler, *own)
+    test = Sampled(data.test if data else None, run.evaluation_sizes, None, *own)
+    batches: Any = PassesByNumber(train, test, run.task, groups, run.plan)
+    guard = CollectiveGuard(groups, lambda: None)
+    return RankRun(trainer.Run(session, guard, run.about, batches), recorder)
+
+
+@dataclass(frozen=True)
+class PassesByNumber:
+    """The passes over samples by number."""
+
+    train_samples: Sampled
+    test_samples: Sampled
+    task: Task
+    groups: ProcessGroups
+    plan: Plan
+
+    def train(self, epoch: int, done: int) -> Batches:
+        return SampleIndexBatches(self.train_samples, self.task, self.groups, self.plan, epoch, done)
+
+    def evaluate(self) -> Batches:
+        return SampleIndexBatches(self.test_samples, self.task, self.groups, self.plan)
+
+    def random(self, done: int) -> dict[str, Tensor]:
+        return {}
+
+
+def network_for(cfg: Mapping[str, Any], settings: Settings, example: ValueSpec) -> Network:
+    """Build a configuration's model, for inputs like the example."""
+    made, values = model_of(cfg, settings.seed), None
+    if not isinstance(made, nn.Module):
+        made, values = factory.build(made, settings.seed)
+    require_module(made, "the model must be", settings.dtype)
+    return network_of(made, example.cast(settings.dtype), settings.precision == "bf16").with_values(values)
+
+
+PLAIN = {"with_norm", "without_norm", "recomputing", "recomputing_reentrant", "skipping", "tied", "dropping"}
+
+
+"""Models that no forward changes: the layers of each are estimated once for all runs."""
+
+
+_known: dict[str, Any] = {}
+
+
+def _once(key: Any, make: Callable[[], Any]) -> Any:
+    """Return what `make` makes for a model of PLAIN, once for all runs that have the same key."""
+    if key[0]["_target_"].removeprefix("tests.support.models.") not in PLAIN:
+        return make()
+    if (name := repr(key)) not in _known:
+        _known[name] = make()
+    return _known[name]
+
+
+def prepare(cfg: Mapping[str, Any], schedule: str, ranks: int, data: Data) -> Run:
+    """Build a run of a configuration."""
+    settings, facts = Settings.composed(cfg, schedule, ranks), data.facts
+    sampler = Sampler(
+        facts.train, settings.batch_size, settings.microbatches, settings.seed, settings.drop_last
+    )
+    samples = Samples.of(sampler.batch_sizes, even(facts.test, settings.batch_size))
+    network = network_for(cfg, settings, facts.example)
+    task = make_task(cfg)
+    draft = Draft.from_settings(settings, make_schedule(cfg))
+    model = cfg["model"], settings.dtype, settings.precision, settings.memory_format, facts.example
+    trying = partial(try_optimizer, make_optimizer(cfg), network.model, len(draft.placement))
+    optimizer = _once((*model, cfg["optim"], len(draft.placement)), trying)
+    state = _once((*model, cfg["optim"]), partial(optimizer_state, optimizer))
+
+    def estimated(*given: Any) -> Any:
+        sizes = [settings.full, *map(sorted, given[3:])]
+        return _once((*model, sizes), partial(estimates, *given))
+
+    with patch.object(planning, "estimates", estimated):
+        plan = planning.make_plan(draft, network, facts.example, samples, None, state, task)
+    return Run(
+        settings=settings,
+        facts=facts,
+        data=data,
+        task=task,
+        plan=plan,
+        sampler=sampler,
+        optimizer=optimizer,
+        lr=cfg["optim"]["lr"],
+        take_network=partial(network_for, cfg, settings, plan.example),
+    )
 
 
 def prepared(
@@ -252,183 +414,3 @@ def compare(case: Case, state: dict[str, Tensor], figures: Ran, tolerance: float
         )
     seen = [(f.trained["loss"], f.evaluated["loss"], f.score) for f in figures]
     torch.testing.assert_close(seen, wanted.epochs, rtol=1e-10, atol=1e-10, msg=lambda m: f"{case}: {m}")
-
-
-class LocalRanks:
-    """The ranks of threads of this process, as one of them tells and hears them."""
-
-    def __init__(self, world: World, barrier: Barrier, board: list[Any]) -> None:
-        self.world = world
-        self._barrier, self._board = barrier, board
-
-    def gather(self, what: str, item: object) -> list[Any]:
-        self._board[self.world.rank] = json.loads(json.dumps(item))
-        self._barrier.wait(DEADLINE_S)
-        gathered = list(self._board)
-        self._barrier.wait(DEADLINE_S)
-        return gathered
-
-    def maximum(self, what: str, mine: int) -> int:
-        return max(self.gather(what, mine))
-
-    def broadcast(self, what: str, item: object = None, source: int = 0) -> object:
-        return self.gather(what, item)[source]
-
-    def broadcast_nowait(self, what: str, item: object = None, ends: bool = False) -> object:
-        return self.broadcast(what, item)
-
-
-class LocalLinks(LocalRanks):
-    """The links of one thread among several of this process."""
-
-    def __init__(self, world: World, wire: Wire, barrier: Barrier, board: list[Any]) -> None:
-        super().__init__(world, barrier, board)
-        self.device, self.staged, self.ranks_on_gpu = torch.device("cpu"), False, 1
-        self._wire = wire
-        self.placement = wire.placement
-        self._adding: LocalChannel | None = None
-
-    def channel(self, buffer_size: int, channels_last: bool = False) -> LocalChannel:
-        return LocalChannel(self._wire, buffer_size, DEADLINE_S, self.world.rank)
-
-    def sum_over_ranks(self, tie: Tie, numbers: Tensor) -> Tensor:
-        channel = self._adding = self._adding or self.channel(1)
-        channel.all_reduce(("between windows", *tie), numbers)  # type: ignore[arg-type]
-        return channel.reduced(("between windows", *tie))  # type: ignore[arg-type]
-
-    def abandon(self, why: str) -> None: ...
-
-    def first_error(self, why: str) -> tuple[int, str]:
-        return self.world.rank, why
-
-    def check(self) -> None: ...
-
-    def clock_offset(self) -> tuple[float, float]:
-        return 0.0, 0.0
-
-
-class SavingRanks(LocalRanks):
-    """The ranks of threads that save: each waits for itself alone, and beside it all tell what they wrote."""
-
-    @classmethod
-    def of(cls, ranks: int) -> list[Self]:
-        barrier, board = Barrier(ranks), [None] * ranks
-        return [cls(World(rank, ranks), barrier, board) for rank in range(ranks)]
-
-    def maximum(self, what: str, mine: int) -> int:
-        return mine
-
-    def for_thread(self) -> LocalRanks:
-        return self
-
-
-class FixedSignals(Signals):
-    """Hears no signals: asks for `asked` after so many windows."""
-
-    def __init__(self, at: int, request: StopRequest) -> None:
-        super().__init__(0, str)
-        self.windows_left, self.will_ask = at, request
-
-    def take(self) -> StopRequest:
-        self.windows_left -= 1
-        return self.will_ask if self.windows_left == 0 else ""
-
-
-class FixedEnd(WindowStop):
-    """Ends a window early. `ends`: its number, evaluations counted, and after how many batches."""
-
-    def __init__(self, signals: FixedSignals, ends: tuple[int, int]) -> None:
-        super().__init__(signals, dist.HashStore(), False)  # type: ignore[attr-defined]
-        self._ends, self._fixed = ends, signals
-
-    def ends_window(self, batches: int, begun: int) -> bool:
-        if (self._windows, batches) != self._ends:
-            return False
-        self._fixed.windows_left, self._fixed.will_ask = 1, "stop"
-        return True
-
-
-@dataclass(frozen=True)
-class Saved:
-    """Where and when the ranks of a case save."""
-
-    folder: Path
-    every: int | None = 1
-    unit: str = "updates"
-    keep: int = 1000
-    at: int = 0
-    request: StopRequest = ""
-    ends: tuple[int, int] = (0, 0)
-    config: dict[str, Any] = field(default_factory=dict)
-
-    def listeners(self, runs: Sequence[RankRun], terms: dict[str, Any], seen: int) -> list[RankRun]:
-        """The runs of all ranks, each of which saves. `seen`: the update from which they go on."""
-        saving = SavingRanks.of(len(runs))
-        saved = []
-        for rank, run in enumerate(runs):
-            signals = FixedSignals(self.at, self.request)
-            writer: Any = Writer(self.folder, saving[rank], self.keep)  # type: ignore[arg-type]
-            manifest = Manifest("a run", Position(), terms, run.session.plan.pipeline, self.config)
-            every = self.every, self.unit, seen
-            saves = Checkpoints(run.state, writer, signals, manifest, *every)
-            saved.append(replace(run, stop=FixedEnd(signals, self.ends), checkpoints=saves))
-        return saved
-
-
-def run_in_threads(
-    case: Case,
-    listener: Listener | None = None,
-    saved: Saved | None = None,
-    source: Path | None = None,
-    runs: Sequence[Run] = (),
-) -> tuple[dict[str, Tensor], Ran]:
-    """Train a case with one thread a rank over the local channel; return the whole state and the figures.
-
-    It saves as `saved` says, and goes on from the checkpoint `source`. `runs`: what each rank has prepared,
-    in place of the case's run on tiny data.
-    """
-    manifest = None if source is None else read_whole(source)
-    run = runs[0] if runs else make_run(case)
-    runs = runs or [run] * case.ranks
-    seen, terms = manifest.position.update if manifest else 0, tensors_of(run.take_network().model)
-    wire, barrier, board = Wire(run.plan.placement), Barrier(case.ranks), [None] * case.ranks
-    listener, state = listener or Listener(), {}
-
-    all_links = [LocalLinks(World(rank, case.ranks), wire, barrier, board) for rank in range(case.ranks)]
-    # Here, one after the other: a model's weights come from the process's one random generator.
-    trainers = [
-        rank_run(runs[groups.world.rank], groups, None if groups.world.rank else listener)  # type: ignore[arg-type]
-        for groups in all_links
-    ]
-    trainers = saved.listeners(trainers, terms, seen) if saved else trainers
-    for trainer in trainers if manifest else ():
-        trainer.state.restore(Source(source, manifest))  # type: ignore[arg-type]
-
-    def work(rank: int) -> None:
-        trainers[rank].run()
-        state.update(state_of(trainers[rank], run))
-
-    with drawing_in_turn() if any(layer.draws for layer in run.plan.layers) else nullcontext():
-        in_threads(work, barrier)
-    return state, listener.epochs
-
-
-@contextmanager
-def drawing_in_turn() -> Iterator[None]:
-    """Let threads, which share torch's generators, run their forwards one at a time, and their backwards.
-
-    In a backward torch.utils.checkpoint sets the generators.
-    """
-    lock, differentiate = Lock(), Stage._differentiate
-
-    @contextmanager
-    def alone(seeds: Seeds | None) -> Iterator[None]:
-        with lock, drawing(seeds):
-            yield
-
-    def differentiate_alone(*args: Any) -> Any:
-        with lock:
-            return differentiate(*args)
-
-    with patch.object(engine, "drawing", alone), patch.object(Stage, "_differentiate", differentiate_alone):
-        yield

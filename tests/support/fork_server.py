@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import select
 import socket
 import sys
+from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from multiprocessing import connection, forkserver, util
 from threading import Thread
 from typing import Any
@@ -30,17 +33,15 @@ dynamic_rendezvous.get_method_name = lambda depth=2: "forked"
 TORCHRUN = "torch.distributed.run"
 PRELOADED = ["torch._dynamo", TORCHRUN, "pipetrain.commands.rank0", "matplotlib.figure"]
 PRELOADED += ["matplotlib.backends.backend_agg", "torch.utils.tensorboard", "benchmark.contestants"]
-PRELOADED += ["torch.distributed.pipelining", "tests.support.jobs"]
+PRELOADED += ["torch.distributed.pipelining", "tests.support.process_ranks", "tests.support.cases"]
 PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "bert")]
-PRELOADED += ["tests.support.fork_warmup"]  # the last
 
 
 def context() -> Any:
     """Return the multiprocessing context whose server has imported what tests need; there is one server."""
-    made: Any = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(PRELOADED)
-    forkserver.ensure_running()
-    return made
+    if forkserver._forkserver._forkserver_address is None:  # type: ignore[attr-defined]
+        joined(offered())
+    return multiprocessing.get_context("forkserver")
 
 
 @cache
@@ -70,8 +71,32 @@ def _start(listener: socket.socket) -> None:
 
 
 def serve(listener: int, alive: int) -> None:
+    for name in PRELOADED:
+        with suppress(ImportError):
+            import_module(name)
+    _warm_up()
     util.register_after_fork(forkserver._forkserver, _print_there)  # type: ignore[attr-defined]
-    forkserver.main(listener, alive, PRELOADED)  # type: ignore[attr-defined]
+    forkserver.main(listener, alive, [])  # type: ignore[attr-defined]
+
+
+def _warm_up() -> None:
+    """Do before what each forked program would do for the first time: compose, and draw its plan.
+
+    What is imported by then is not looked through for garbage, nor copied for that where it is forked. All
+    draw one picture; a `cold` program draws its own.
+    """
+    from pipetrain.commands.cli import composed
+    from pipetrain.records import recorder
+    from pipetrain.schedule.lower import lower
+    from pipetrain.schedule.programs import one_f_one_b
+    from pipetrain.schedule.simulate import simulate
+    from tests.support.cases import config
+
+    composed("config", ["data=digits", "model=mlp"])
+    config(["data=digits"])  # of most cases
+    picture = recorder.as_png(simulate(lower(one_f_one_b(2, 1, 2)), 2))
+    recorder.as_png = lambda *drawn: picture  # type: ignore[assignment]
+    gc.freeze()
 
 
 def _print_there(server: Any) -> None:

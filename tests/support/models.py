@@ -1,4 +1,4 @@
-"""Small models with all that a cut can meet: tuples, in-place layers, BatchNorm, recomputing layers."""
+"""Small models with all that a cut can meet, such as tuples and in-place layers; and codecs of one's own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_planned
 from torch.utils.checkpoint import checkpoint
 
+from pipetrain.codec import Codec
 from pipetrain.model.chain import Pop, Stash
+from pipetrain.model.specs import TensorSpec
 from pipetrain.models import mlp
 
 CLASSES = 10
@@ -113,7 +115,11 @@ def small(norm: bool = True, recompute: str = "", width: int = 4) -> nn.Sequenti
 
 
 with_norm, without_norm = partial(small), partial(small, norm=False)
+
+
 recomputing = partial(small, recompute="plain")
+
+
 recomputing_reentrant = partial(small, norm=False, recompute="reentrant")
 
 
@@ -356,3 +362,51 @@ def hooked() -> nn.Sequential:
 
 def complex_inside() -> nn.Sequential:
     return flat_then(Lambda(torch.fft.rfft), Lambda(torch.fft.irfft))
+
+
+class Same(Codec):
+    """Changes nothing, but is not the identity that needs no coded channel."""
+
+    def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        return (spec,)
+
+    def encode(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (tensor.clone(),)
+
+    def decode(self, tensors: Sequence[Tensor], spec: TensorSpec) -> Tensor:
+        return tensors[0]
+
+
+class Signs(Codec):
+    """A bool a number: whether it is positive."""
+
+    error_feedback = True
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+
+    def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(spec.shape, torch.bool),)
+
+    def encode(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (tensor > 0,)
+
+    def decode(self, tensors: Sequence[Tensor], spec: TensorSpec) -> Tensor:
+        return (tensors[0].to(spec.dtype) * 2 - 1) * self._scale
+
+
+class Raises(Same):
+    def encode(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        raise ZeroDivisionError("mine")
+
+
+class Lies(Same):
+    def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(spec.shape, torch.float16),)
+
+
+class Forgets(Lies):
+    """Leaves a message in the dtype in which it travelled."""
+
+    def encode(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (tensor.half(),)

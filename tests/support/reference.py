@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,10 @@ from pipetrain.plan.cut import cut_layers, homes
 from pipetrain.plan.plan import Plan
 from pipetrain.schedule.actions import has_norms
 from pipetrain.tasks import Task
+
+if TYPE_CHECKING:
+    from tests.support.cases import Run
 from tests.support.correction_equations import Late
-from tests.support.runs import Run
 
 Delay = Callable[[int, int], int]
 """(stage, microbatch of the window) -> the version that it reads, counted from the window's start."""

@@ -26,7 +26,7 @@ from pipetrain.runtime.stage.stage_factory import make_stages
 from pipetrain.schedule.actions import format_program
 from pipetrain.schedule.programs import one_f_one_b
 from pipetrain.trainer import pipeline, training
-from tests.support.memory_counter import Live
+from tests.runtime.stage.test_memory_meter import Live
 from tests.support.model_zoo import accuracy, mlp, scaled, ways
 from tests.support.parity import MOMENTUM as momentum
 from tests.support.refusals import ALIKE, APART, all_told

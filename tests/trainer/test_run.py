@@ -15,9 +15,8 @@ from pipetrain.errors import TrainingStopped
 from pipetrain.model.specs import Size
 from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.microbatch_feed import FeedSettings, WindowPart
-from tests.support.cases import Case, Listener, LocalLinks, make_run, run_in_threads, state_of
-from tests.support.runs import RankRun, Run, rank_run
-from tests.support.thread_ranks import Wire
+from tests.support.cases import Case, Listener, RankRun, Run, make_run, rank_run, state_of
+from tests.support.thread_ranks import LocalLinks, Wire, run_in_threads
 
 NORM = "model._target_=tests.support.models.with_norm"
 

@@ -21,8 +21,7 @@ from pipetrain.runtime.comm.transfer_watch import Deadline
 from pipetrain.runtime.window_run import WindowRun, WindowWatch
 from pipetrain.trainer import windows as module
 from pipetrain.trainer.windows import Pass, WindowResult, Windows
-from tests.support.cases import LocalLinks
-from tests.support.thread_ranks import Wire, in_threads
+from tests.support.thread_ranks import LocalLinks, Wire, in_threads
 
 AHEAD: dict[str, Any] = {"reads_ahead": True}  # nobody looks before the end of the pass
 

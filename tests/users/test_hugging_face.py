@@ -19,9 +19,9 @@ from pipetrain.data import Data
 from pipetrain.data.user_data import as_split
 from pipetrain.tasks import Accuracy
 from tests.support import model_zoo
-from tests.support.cases import Case, options_of, run_in_threads
+from tests.support.cases import Case, options_of, prepare
 from tests.support.parity import evaluated, plainly
-from tests.support.runs import prepare
+from tests.support.thread_ranks import run_in_threads
 from tests.users import programs
 
 transformers = pytest.importorskip("transformers")

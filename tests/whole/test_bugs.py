@@ -10,7 +10,8 @@ import torch
 
 from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.model.specs import Size
-from tests.support.cases import Case, Saved, compare, make_run, run_in_threads
+from tests.support.cases import Case, compare, make_run
+from tests.support.thread_ranks import Saved, run_in_threads
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipetrain.errors import ConfigError
-from tests.support.cases import Case, compare, make_run, run_in_threads
+from tests.support.cases import Case, compare, make_run
+from tests.support.thread_ranks import run_in_threads
 
 NORM = "model._target_=tests.support.models.with_norm"
 TIED = "model._target_=tests.support.models.tied"

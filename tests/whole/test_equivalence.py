@@ -13,7 +13,8 @@ from pipetrain.data import Draw
 from pipetrain.errors import ConfigError
 from pipetrain.schedule.actions import Op, has_norms
 from pipetrain.schedule.timeline import Costs
-from tests.support.cases import SCHEDULES, Case, compare, make_run, run_in_threads
+from tests.support.cases import SCHEDULES, Case, compare, make_run
+from tests.support.thread_ranks import run_in_threads
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.schedule.actions import ScheduleError
-from tests.support.cases import SCHEDULES, Case, run_in_threads
+from tests.support.cases import SCHEDULES, Case
+from tests.support.thread_ranks import run_in_threads
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,8 @@ import torch
 
 from pipetrain.data import Sampler
 from pipetrain.errors import TrainingStopped
-from tests.support.cases import Case, Saved, compare, make_run, run_in_threads
+from tests.support.cases import Case, compare, make_run
+from tests.support.thread_ranks import Saved, run_in_threads
 
 _SAMPLER = Sampler(44, 12, 2, seed=0)
 IGNORED = tuple(torch.cat([*_SAMPLER.epoch(0)[1], *_SAMPLER.epoch(2)[3]]).tolist())  # the last one is short

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from pipetrain.errors import ConfigError
 from pipetrain.runtime.comm import gradient_buckets as buckets
 from pipetrain.schedule.actions import ScheduleError
-from tests.support.cases import SCHEDULES, Case, compare, make_run, run_in_threads
+from tests.support.cases import SCHEDULES, Case, compare, make_run
+from tests.support.thread_ranks import run_in_threads
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "12"))
 NORM, PLAIN = (f"model._target_=tests.support.models.with{end}_norm" for end in ("", "out"))

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from pipetrain.model.network import ValueId
-from tests.support.cases import Case, Saved, compare, make_run, run_in_threads
+from tests.support.cases import Case, compare, make_run
 from tests.support.models import STASHED
+from tests.support.thread_ranks import Saved, run_in_threads
 
 pytestmark = pytest.mark.slow
 
@@ -98,7 +99,7 @@ LOSSY = ("codec.forward=int8", "codec.forward.error_feedback=true", "codec.backw
 
 @pytest.mark.parametrize(("codec", "more"), [("Same", ""), ("Half", ".dtype=bf16")])
 def test_a_codec_is_used_on_every_route(codec, more):
-    module = "tests.support.codecs" if codec == "Same" else "pipetrain.codec"
+    module = "tests.support.models" if codec == "Same" else "pipetrain.codec"
     both = [f"codec.{direction}._target_={module}.{codec}" for direction in ("forward", "backward")]
     case = Case("1f1b", 3, (*SKIPS, "partition=[3,9]", "microbatches=3", *both))
     state, figures = run_in_threads(case)

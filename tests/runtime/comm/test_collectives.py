@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
-from pipetrain.errors import ChannelError
+from pipetrain.errors import ChannelError, Refused
 from pipetrain.runtime.comm.collectives import Ranks, World
-from tests.support.jobs import agreements
+from pipetrain.runtime.comm.rendezvous import make_group
+from tests.support import DEADLINE_S
 from tests.support.process_ranks import run_world
+
+
+def agreements(world: World, store: Store) -> list[str]:
+    """Three ranks agree, or do not; returns what each call ended with. In the last one rank 2 is missing."""
+    make_group(world, store, timedelta(seconds=DEADLINE_S))
+    ranks, rank = Ranks(world, DEADLINE_S, dist.group.WORLD), world.rank
+    refusals = {}, {2: "it has no GPU"}, {0: "the first of two", 1: "another"}
+    said = [_agreed(ranks, refusal=refusal.get(rank, "")) for refusal in refusals]
+    said.append("" if rank == 2 else _agreed(ranks, limit_s=1.0))
+    if rank == 0:
+        store.set("over", "")
+    store.wait(["over"])
+    return said
+
+
+def _agreed(ranks: Ranks, **words: Any) -> str:
+    try:
+        ranks.barrier_or_raise("get ready", **words)
+        return "agreed"
+    except (Refused, ChannelError) as error:
+        return str(error)
 
 
 @pytest.mark.processes

@@ -18,8 +18,9 @@ from pipetrain.model.tracing.trace import trace
 from pipetrain.runtime.stage.batchnorm import BatchStatistics
 from pipetrain.runtime.stage.microbatch import WHOLE, Batch, Microbatch
 from tests.support import reference
-from tests.support.cases import Case, expected, run_in_threads
+from tests.support.cases import Case, expected
 from tests.support.edge_case_models import Attending
+from tests.support.thread_ranks import run_in_threads
 from tests.support.traced_comparison import example, whole
 
 MICROBATCHES = 3

@@ -23,8 +23,9 @@ from pipetrain.runtime.stage import stage_factory
 from pipetrain.runtime.stage.cuda_graphs import GraphedStage
 from pipetrain.runtime.stage.stage import Stage
 from tests.runtime.test_rehearsal import rehearsed
-from tests.support.cases import Case, make_run, run_in_threads
+from tests.support.cases import Case, make_run
 from tests.support.models import CLASSES, flat
+from tests.support.thread_ranks import run_in_threads
 
 pytestmark = pytest.mark.slow
 

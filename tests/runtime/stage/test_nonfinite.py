@@ -17,7 +17,8 @@ from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.stage.nonfinite import SkipOnNaN, StopOnNaN, all_finite, not_finite
 from pipetrain.runtime.stage.parameter_store import ParameterStore
 from pipetrain.runtime.stage.weights import Weights
-from tests.support.cases import Case, run_in_threads
+from tests.support.cases import Case
+from tests.support.thread_ranks import run_in_threads
 
 MODEL = ("model._target_=tests.support.models.spoilt", "partition=[2,4]", "microbatches=4", "epochs=2")
 MODEL += ("window=2", "+model.at=7")

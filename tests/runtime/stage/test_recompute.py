@@ -12,8 +12,9 @@ from pipetrain.errors import ActionFailed, TrainingStopped
 from pipetrain.model.tracing.trace import trace
 from pipetrain.runtime.stage.recompute import Recompute
 from pipetrain.schedule.actions import Op
-from tests.support.cases import Case, compare, make_run, run_in_threads
+from tests.support.cases import Case, compare, make_run
 from tests.support.edge_case_models import Attending
+from tests.support.thread_ranks import run_in_threads
 from tests.support.traced_comparison import example, gradients, whole
 
 MODES = ("always", "selective")

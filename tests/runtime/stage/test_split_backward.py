@@ -23,7 +23,7 @@ from pipetrain.model.specs import Size, leaves_of
 from pipetrain.model.trial_tensors import made_up
 from pipetrain.plan.cost_estimate import estimate
 from pipetrain.runtime.stage.split_backward import Deferred
-from tests.support.memory_counter import Live
+from tests.runtime.stage.test_memory_meter import Live
 from tests.support.traced_comparison import example
 
 Build = Callable[[], nn.Module]

@@ -22,13 +22,12 @@ from pipetrain.runtime.session import Session
 from pipetrain.schedule.actions import Action
 from pipetrain.trainer.windows import Windows
 from tests.support import DEADLINE_S
-from tests.support.cases import Case, Listener, Ran, drawing_in_turn, make_run, state_of
+from tests.support.cases import Case, Listener, Ran, RankRun, Run, make_run, rank_run, state_of
 from tests.support.pretended_gpu.device import CUDA, on_device, pretended
 from tests.support.pretended_gpu.distributed import Distributed
 from tests.support.pretended_gpu.nccl import Hang
 from tests.support.pretended_gpu.streams import Gpu, _here, being, here
-from tests.support.runs import RankRun, Run, rank_run
-from tests.support.thread_ranks import in_threads
+from tests.support.thread_ranks import drawing_in_turn, in_threads
 
 
 def linked(plan: Plan, rank: int, ranks: int, staged: bool) -> ProcessGroups:
