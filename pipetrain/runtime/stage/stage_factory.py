@@ -54,13 +54,13 @@ def make_stages(
             part = deepcopy(part)  # each stage has copies of the weights that it shares
         kind = GraphedStage if wants_graphs and not plan.not_captured(index) else Stage
         options = StageOptions(
-            groups.device.type,
-            plan.numerics,
-            settings.compile,
-            plan.modes[index] is Mode.SELECTIVE,
-            settings.ema,
-            settings.correction,
-            settings.clip_grad_norm,
+            device=groups.device.type,
+            numerics=plan.numerics,
+            compile=settings.compile,
+            selective=plan.modes[index] is Mode.SELECTIVE,
+            ema=settings.ema,
+            correction=settings.correction,
+            clip_grad_norm=settings.clip_grad_norm,
         )
         last = index == plan.stages - 1
         stages[index] = stage = kind(
