@@ -53,7 +53,7 @@ class LocalChannel:
         self.transferred_bytes = 0
         self.deadline = Deadline(timeout)
         self._expected: dict[Link, deque[Message]] = {}
-        self._told: Counter[Tie] = Counter()
+        self._begun: Counter[Tie] = Counter()
         self._received: Counter[Tie] = Counter()
 
     def expect(self, messages: Sequence[Message], watched: bool = False) -> None:
@@ -119,24 +119,24 @@ class LocalChannel:
 
     def all_reduce(self, tie: Tie, numbers: Tensor, early: bool = False) -> None:
         with self._wire.changed:
-            self._wire.told[tie, self._told[tie]][self._rank] = numbers
-            self._told[tie] += 1
+            self._wire.numbers[tie, self._begun[tie]][self._rank] = numbers
+            self._begun[tie] += 1
             self._wire.changed.notify_all()
 
     def begin(self, tie: Tie, early: bool = False) -> None:
-        """A sum begins when it is told."""
+        """A sum begins with `all_reduce`."""
 
     def reduced(self, tie: Tie) -> Tensor:
-        told, start = self._wire.told[tie, self._received[tie]], time.monotonic()
+        numbers, start = self._wire.numbers[tie, self._received[tie]], time.monotonic()
         self._received[tie] += 1
         placement = self._wire.placement
         stages = [stage for stage in tie if stage in range(len(placement))] or range(len(placement))
         ranks = {rank for stage in stages for rank in placement[stage]}
         with self._wire.changed:
-            if not self._wire.changed.wait_for(lambda: told.keys() == ranks, self._timeout):
+            if not self._wire.changed.wait_for(lambda: numbers.keys() == ranks, self._timeout):
                 raise ChannelError(f"a rank waited {self._timeout:g} s for sums of the other ranks")
         self.waited += time.monotonic() - start
-        return torch.stack([told[rank] for rank in sorted(told)]).sum(0)
+        return torch.stack([numbers[rank] for rank in sorted(numbers)]).sum(0)
 
     def _await(
         self, ready: Callable[[], bool], receives: Sequence[Message], sends: Sequence[Message]
@@ -185,13 +185,13 @@ class Wire:
         self.sent: Counter[Link] = Counter()
         self.posted: Counter[Link] = Counter()
         self.taken: Counter[Link] = Counter()
-        self.told: defaultdict[tuple[Tie, int], dict[int, Tensor]] = defaultdict(
+        self.numbers: defaultdict[tuple[Tie, int], dict[int, Tensor]] = defaultdict(
             dict
         )  # (tie, sum) -> by rank
 
 
 class LocalRanks:
-    """The ranks of threads of this process, as one of them tells and hears them."""
+    """Collectives of the ranks that are threads of this process, as one of them calls them."""
 
     def __init__(self, world: World, barrier: Barrier, board: list[Any]) -> None:
         self.world = world
@@ -259,7 +259,7 @@ class SavingRanks(LocalRanks):
 
 
 class FixedSignals(Signals):
-    """Hears no signals: asks for `asked` after so many windows."""
+    """Has no handlers: requests a save or a stop after so many windows."""
 
     def __init__(self, at: int, request: StopRequest) -> None:
         super().__init__(0, str)
