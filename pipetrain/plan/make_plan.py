@@ -17,7 +17,7 @@ from pipetrain.plan.cost_estimate import Layer, estimates, with_gradients
 from pipetrain.plan.costs import Profile, Table, by_work, refuse_other_layers
 from pipetrain.plan.cut import cut_layers, cuts_that_may_be, refuse_cuts, shared_weights
 from pipetrain.plan.memory_fit import refuse_above
-from pipetrain.plan.partition import Choice, choose_cuts, cut_by_times, require_layers
+from pipetrain.plan.partition import Choice, choose_cuts, cut_by_times
 from pipetrain.plan.plan import Plan, Samples, cast_spec, given_to_task
 from pipetrain.plan.program import Draft, refuse_ties, verify
 from pipetrain.plan.replica_partition import Way, choose_replicas, longest_part
@@ -26,55 +26,71 @@ from pipetrain.schedule.actions import splits
 from pipetrain.schedule.simulate import Deadlock
 from pipetrain.tasks import Task
 
-Uses = Callable[[ValueSpec], Sequence[bool]]
-"""Returns which outputs of a model the loss uses, for the first batch."""
-Measure = Callable[[list[Layer], ValueSpec, Numerics], Profile]
-"""Measures a model's layers, as estimated for an input of these samples."""
+
+@dataclass(frozen=True, slots=True)
+class Estimated:
+    """A model with its estimates, before it is cut. `network`: None for layers alone."""
+
+    network: Network | None
+    trained: Mapping[Size, list[Layer]]  # for each size of a microbatch
+    evaluated: Mapping[Size, list[Layer]]
+    layers: list[Layer]  # of a full microbatch
+    example: ValueSpec
+    samples: Samples | None
+    evaluations: int  # microbatches of one evaluation
+    numerics: Numerics
+    outputs: ValueSpec  # that the task is given
+
+    def with_used(self, used: Sequence[bool]) -> Estimated:
+        """Return what is estimated where the loss uses these outputs, and no others."""
+        trained = {size: with_gradients(layers, used) for size, layers in self.trained.items()}
+        full = next(size for size, layers in self.trained.items() if layers is self.layers)
+        return replace(self, trained=trained, layers=trained[full])
+
+
+def estimate_model(
+    settings: Settings,
+    model: nn.Module | Network | list[Layer],
+    example: ValueSpec,
+    samples: Samples | None,
+) -> Estimated:
+    """Estimate a model, which is changed and must not be trained afterwards, or take its layers.
+
+    `example`: of the input; `samples`: None if only the first batch is known, which has the settings' size.
+    """
+    example = cast_spec("inputs", example, settings.data_dtype)
+    expected = samples or Samples.like(settings)
+    cutting = model if isinstance(model, list) else network_of(model, example, settings.precision == "bf16")
+    sizes = expected.microbatches(settings.microbatches), expected.evaluation
+    numerics, trained, evaluated = estimates(settings, cutting, example, *sizes)
+    layers, network = trained[settings.full], None if isinstance(cutting, list) else cutting
+    outputs = given_to_task(layers[-1].output, numerics, settings.dtype)
+    evaluations = len(expected.evaluation)
+    return Estimated(network, trained, evaluated, layers, example, samples, evaluations, numerics, outputs)
 
 
 def make_plan(
     draft: Draft,
-    model: nn.Module | Network | list[Layer],
-    example: ValueSpec,
-    samples: Samples | None,
-    profile: Profile | Measure | None = None,
+    estimated: Estimated,
+    profile: Profile | None = None,
     state_of: Callable[[str, TensorSpec], float] = lambda name, spec: 0,
     task: Task | None = None,
-    uses: Uses | None = None,
 ) -> Plan:
     """Cut the model, and make and check every program. Raises ConfigError and ScheduleError.
 
-    `model`: is changed here and must not be trained afterwards; or its layers, if there is no model.
-    `example`: of the input; `samples`: None if only the first batch is known, which has the settings' size;
-    `profile`: the times, or a function that measures them; without it partition=profile gives a draft: cut by
-    flops, without memory_limit; `state_of`: the bytes of the optimizer's state for a parameter; `task`: whose
-    targets are counted; `uses`: None: all outputs. A rank that is predicted to hold more than memory_limit=
-    is refused; the measured cuts of partition=profile keep the limit.
+    `profile`: the times; without them partition=profile gives a draft: cut by flops, without memory_limit;
+    `state_of`: the bytes of the optimizer's state for a parameter; `task`: whose targets are counted. A rank
+    that is predicted to hold more than memory_limit= is refused; the measured cuts of partition=profile keep
+    the limit.
     """
     if draft.settings.partition == PROFILE and profile is None:
         draft = replace(draft, settings=replace(draft.settings, partition="flops", memory_limit=None))
-    settings = draft.settings
-    example = cast_spec("inputs", example, settings.data_dtype)
-    expected = samples or Samples.like(settings)
-    cutting = model if isinstance(model, list) else network_of(model, example, settings.precision == "bf16")
-    network = None if isinstance(cutting, list) else cutting
-    sizes = expected.microbatches(settings.microbatches), expected.evaluation
-    numerics, trained, evaluated = estimates(settings, cutting, example, *sizes)
-    layers = trained[settings.full]
-    if uses is not None:
-        used = uses(given_to_task(layers[-1].output, numerics, settings.dtype))
-        trained = {size: with_gradients(estimated, used) for size, estimated in trained.items()}
-        layers = trained[settings.full]
-    if callable(profile):
-        if settings.replicas != AUTO:
-            require_layers(len(draft.placement), [layer.name for layer in layers])
-        profile = profile(layers, example, numerics)
-    table = _table(settings, layers, example, network is not None, profile, state_of, task)
-    evaluations, timed = len(expected.evaluation), profile is not None
-    uncut = _Uncut(network, trained, evaluated, example, samples, evaluations, numerics, table, timed)
-    ways: dict[str, Way | None] = {}
+    settings, samples = draft.settings, estimated.samples
+    table = _table(settings, estimated, profile, state_of, task)
+    uncut, ways = _Uncut(estimated, table, profile is not None), dict[str, Way | None]()
     if settings.replicas == AUTO:
-        draft, ways = choose_replicas(draft, table, cuts_that_may_be(network, layers), uncut.way)
+        may_be = cuts_that_may_be(estimated.network, estimated.layers)
+        draft, ways = choose_replicas(draft, table, may_be, uncut.way)
     lengths = samples.windows(settings.window) if samples else [draft.shown]
     planned = uncut.made.get(str(draft.settings.replicas)) if lengths == [draft.shown] else None
     plan = replace(planned or uncut.plan(draft, lengths), ways=ways)
@@ -85,28 +101,22 @@ def make_plan(
 
 @dataclass(frozen=True, slots=True)
 class _Uncut:
-    """A model with its estimates, before it is cut, see `make_plan`. `network`: None for layers alone."""
+    """A model that is to be cut, see `make_plan`."""
 
-    network: Network | None
-    trained: Mapping[Size, list[Layer]]  # for each size of a microbatch
-    evaluated: Mapping[Size, list[Layer]]
-    example: ValueSpec
-    samples: Samples | None
-    evaluations: int  # microbatches of one evaluation
-    numerics: Numerics
+    model: Estimated
     table: Table
     timed: bool  # by a profile
     made: dict[str, Plan] = field(default_factory=dict)  # the plans of tried replicas, by these
 
     def plan(self, draft: Draft, lengths: Sequence[int]) -> Plan:
         """Cut the model for a draft, and verify windows of these lengths. Raises as `make_plan` does."""
-        table, open_ = self.table, self.samples is None
-        cuts, modes, choices = _cuts(draft, lengths, self.network, table)
-        shared = shared_weights(self.network, cuts) if self.network else {}
-        cut = cut_layers(self.trained, cuts, self.example, shared, open_)
+        model, table, open_ = self.model, self.table, self.model.samples is None
+        cuts, modes, choices = _cuts(draft, lengths, model.network, table)
+        shared = shared_weights(model.network, cuts) if model.network else {}
+        cut = cut_layers(model.trained, cuts, model.example, shared, open_)
         refuse_ties(draft, cut)
         stage_costs = table.costs(cut, modes, splits(draft.program), draft.settings.full, draft.placement)
-        rest = self.evaluations, stage_costs, recomputing(modes), open_
+        rest = model.evaluations, stage_costs, recomputing(modes), open_
         try:
             bounded, windows, evaluations = verify(draft, cut, lengths, *rest)
         except ConfigError as error:
@@ -115,12 +125,12 @@ class _Uncut:
             bounded, windows, evaluations = verify(draft, cut, [draft.least], *rest)  # a shorter one may do
         return Plan(
             draft=draft,
-            samples=self.samples,
-            numerics=self.numerics,
-            example=self.example,
+            samples=model.samples,
+            numerics=model.numerics,
+            example=model.example,
             table=table,
             cut=bounded,
-            evaluation_cut=cut_layers(self.evaluated, cuts, self.example, any_size=open_),
+            evaluation_cut=cut_layers(model.evaluated, cuts, model.example, any_size=open_),
             windows=windows,
             evaluations=evaluations,
             modes=modes,
@@ -139,23 +149,22 @@ class _Uncut:
 
 def _table(
     settings: Settings,
-    layers: Sequence[Layer],
-    example: ValueSpec,
-    has_loss: bool,
+    model: Estimated,
     profile: Profile | None,
     state_of: Callable[[str, TensorSpec], float],
     task: Task | None,
 ) -> Table:
     """Return the costs of the layers, from a profile or else by their work. Raises ConfigError."""
-    dtype, outputs = settings.data_dtype, layers[-1].output
+    layers, dtype = model.layers, settings.data_dtype
+    outputs = layers[-1].output
     # As a cross-entropy saves:
-    loss = sum(spec.numel * (dtype or spec.dtype).itemsize for spec in outputs.specs) if has_loss else 0
+    loss = sum(spec.numel * (dtype or spec.dtype).itemsize for spec in outputs.specs) if model.network else 0
     classes = task and task.classes_of(outputs)
     if profile is not None:
         refuse_other_layers(profile, layers)
     return Table(
         layers,
-        example.of(settings.full),
+        model.example.of(settings.full),
         profile or by_work(layers, settings.ranks),
         codecs=settings.codecs,
         state_of=state_of,

@@ -18,7 +18,7 @@ from pipetrain.model.chain import network_of
 from pipetrain.model.specs import TensorSpec
 from pipetrain.plan.costs import profile_conditions, read_profile
 from pipetrain.plan.csv_tables import read_rows
-from pipetrain.plan.make_plan import make_plan
+from pipetrain.plan.make_plan import estimate_model, make_plan
 from pipetrain.plan.memory_fit import known_state, optimizer_state
 from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
@@ -45,7 +45,8 @@ def planned(cfg: Mapping[str, Any], schedule: str, batches: int) -> Plan:
     elif settings.replicas == AUTO:
         raise ConfigError("replicas=auto needs measured times: give partition.profile=FILE of an earlier run")
     draft = _settled(Draft.from_settings(settings, make_schedule(cfg)), cfg)
-    return make_plan(draft, network, example, samples, profile, state_of(cfg, model), make_task(cfg))
+    estimated = estimate_model(settings, network, example, samples)
+    return make_plan(draft, estimated, profile, state_of(cfg, model), make_task(cfg))
 
 
 def _planned_by_rows(cfg: Mapping[str, Any], schedule: str, batches: int) -> Plan:
@@ -62,7 +63,8 @@ def _planned_by_rows(cfg: Mapping[str, Any], schedule: str, batches: int) -> Pla
     rows = read_rows(path, 1e-9 / speed if speed else 0.0, scale or 1.0)
     samples = Samples.of([settings.batch_size] * batches, [1])
     draft = _settled(Draft.from_settings(settings, make_schedule(cfg)), cfg)
-    return make_plan(draft, rows.layers, rows.data, samples, rows.profile, state_of(cfg))
+    estimated = estimate_model(settings, rows.layers, rows.data, samples)
+    return make_plan(draft, estimated, rows.profile, state_of(cfg))
 
 
 def _settled(draft: Draft, cfg: Mapping[str, Any]) -> Draft:

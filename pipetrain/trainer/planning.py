@@ -6,7 +6,6 @@ Only rank 0 has the batch. What follows from it is alike on all ranks, and an er
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipetrain.config.settings import PROFILE, Settings
+from pipetrain.config.settings import AUTO, PROFILE, Settings
 from pipetrain.data.loader_facts import known_sizes
 from pipetrain.data.reader import Form, Reader
 from pipetrain.data.sampling import Sampled
@@ -25,8 +24,9 @@ from pipetrain.model.specs import Size, ValueSpec, as_tuple, cast_floats
 from pipetrain.plan.comparison import compare_microbatches, compare_stages
 from pipetrain.plan.cost_estimate import estimate_short
 from pipetrain.plan.costs import Profile, profile_conditions, read_profile
-from pipetrain.plan.make_plan import make_plan
+from pipetrain.plan.make_plan import estimate_model, make_plan
 from pipetrain.plan.memory_fit import optimizer_state
+from pipetrain.plan.partition import require_layers
 from pipetrain.plan.plan import Plan, Samples, check_targets
 from pipetrain.runtime.comm.collective_guard import (
     CollectiveGuard,
@@ -122,26 +122,28 @@ def _plan(
 ) -> Plan:
     """Return the plan for batches like the first one, the same on every rank."""
     groups, task = guard.groups, request.task
-    profile: Any = None
+    draft = replace(request.draft, settings=settings)
+    estimated = estimate_model(settings, network.spare(), inputs, samples)
+    loss, dtype, outputs = spare(task, request.model), settings.data_dtype, estimated.outputs
+    estimated = estimated.with_used(
+        guard.on_first("the loss", lambda: used_outputs(loss, outputs, cast_floats(reader.first()[1], dtype)))
+    )
+    profile = None
     if settings.partition == PROFILE:
         conditions = profile_conditions(settings, request.optim)
         if settings.profile is not None:
             read = partial(read_profile, settings.profile, conditions)
             profile = Profile.from_json(guard.on_first("the profile", lambda: read().to_json()))
         else:
-            measured = groups, settings, conditions, copy_to_measure(network), request.optimizer
-            profile = guard()(partial(measure, *measured))
-
-    def uses(outputs: ValueSpec) -> Sequence[bool]:
-        """Return which of the model's outputs the loss of the first batch uses."""
-        loss, dtype = spare(task, request.model), settings.data_dtype
-        used: Sequence[bool] = guard.on_first(
-            "the loss", lambda: used_outputs(loss, outputs, cast_floats(reader.first()[1], dtype))
-        )
-        return used
-
-    state_of, draft = optimizer_state(request.optimizer), replace(request.draft, settings=settings)
-    plan = make_plan(draft, network.spare(), inputs, samples, profile, state_of, task, uses)
+            if settings.replicas != AUTO:
+                require_layers(len(draft.placement), [layer.name for layer in estimated.layers])
+            measured, known = (
+                copy_to_measure(network),
+                (estimated.layers, estimated.example, estimated.numerics),
+            )
+            with guard():
+                profile = measure(groups, settings, conditions, measured, request.optimizer, *known)
+    plan = make_plan(draft, estimated, profile, optimizer_state(request.optimizer), task)
     with guard():
         kinds = [type(module).__name__ for module in network.modules]
         layers = {

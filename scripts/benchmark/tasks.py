@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from pipetrain.data import load_data
 from pipetrain.model.chain import network_of
 from pipetrain.model.specs import Size, ValueSpec, named_layers
 from pipetrain.plan.costs import Profile
-from pipetrain.plan.make_plan import Measure, make_plan
+from pipetrain.plan.make_plan import estimate_model, make_plan
 from pipetrain.plan.memory_fit import optimizer_state
 from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
@@ -111,12 +111,13 @@ def prepare(
     draft, objective = Draft.from_settings(settings, make_schedule(cfg)), make_task(cfg)
     optimizer = try_optimizer(make_optimizer(cfg), spare, len(draft.placement))
     example = ValueSpec.in_batch(samples)
-    profile: Measure | Profile | None = None if isinstance(times, ProcessGroups) else times
+    estimated = estimate_model(settings, spare, example, sizes)
     if isinstance(times, ProcessGroups):
         network = network_of(make_model(cfg, settings.seed, settings.dtype), example)
-        profile = partial(measure, times, settings, {}, network, optimizer)
-    known = example, sizes, profile, optimizer_state(optimizer), objective
-    return Job(make_plan(draft, spare, *known), model, objective, optimizer, samples, targets)
+        of_layers = estimated.layers, estimated.example, estimated.numerics
+        times = measure(times, settings, {}, network, optimizer, *of_layers)
+    plan = make_plan(draft, estimated, times, optimizer_state(optimizer), objective)
+    return Job(plan, model, objective, optimizer, samples, targets)
 
 
 def _batch(task: Task, cfg: Mapping[str, Any], settings: Settings) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ from pipetrain.model.specs import Size, TensorSpec, ValueSpec
 from pipetrain.plan.cost_estimate import Layer
 from pipetrain.plan.costs import Profile
 from pipetrain.plan.csv_tables import Rows, read_rows
-from pipetrain.plan.make_plan import make_plan
+from pipetrain.plan.make_plan import estimate_model, make_plan
 from pipetrain.plan.paper_plan import state_of
 from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
@@ -139,15 +139,12 @@ def on_paper(
     settings = Settings.composed(cfg, schedule, None)
     with torch.device("meta"):
         model = layers or make_model(cfg, settings.seed, settings.dtype)
-    return make_plan(
-        Draft.from_settings(settings, make_schedule(cfg)),
-        model,
-        ValueSpec((TensorSpec(tuple(example), settings.dtype),)),
-        Samples.of([settings.batch_size] * batches, [settings.full.samples]),
-        profile(settings.full),
-        state_of(cfg),
-        make_task(cfg),
+    samples = Samples.of([settings.batch_size] * batches, [settings.full.samples])
+    estimated = estimate_model(
+        settings, model, ValueSpec((TensorSpec(tuple(example), settings.dtype),)), samples
     )
+    draft = Draft.from_settings(settings, make_schedule(cfg))
+    return make_plan(draft, estimated, profile(settings.full), state_of(cfg), make_task(cfg))
 
 
 def trained(overrides: Sequence[str], seed: int, nproc: int) -> dict[str, Any]:

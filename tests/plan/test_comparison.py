@@ -20,7 +20,7 @@ from pipetrain.model.network import Network
 from pipetrain.model.specs import Value, ValueSpec
 from pipetrain.models import gpt
 from pipetrain.plan.comparison import compare_stages
-from pipetrain.plan.make_plan import make_plan
+from pipetrain.plan.make_plan import estimate_model, make_plan
 from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
 from pipetrain.schedule.programs import one_f_one_b
@@ -199,9 +199,8 @@ def planned(model: nn.Module, cuts: list[int], inputs: Value, *options: str) -> 
     settings = Settings.composed(options_of(["data=digits", *overrides]), "1f1b", len(cuts) + 1)
     example = ValueSpec.in_batch(inputs)
     network = network_of(model, example, settings.precision == "bf16")
-    return make_plan(
-        Draft.from_settings(settings, one_f_one_b), network.spare(), example, Samples.of([4], [2])
-    ), network
+    estimated = estimate_model(settings, network.spare(), example, Samples.of([4], [2]))
+    return make_plan(Draft.from_settings(settings, one_f_one_b), estimated), network
 
 
 def verify(model: nn.Module, cuts: list[int], inputs: Value = NUMBERS, *options: str) -> None:

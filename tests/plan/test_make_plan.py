@@ -16,7 +16,7 @@ from pipetrain.data import Sampler
 from pipetrain.errors import ConfigError
 from pipetrain.model.specs import Size, TensorSpec, ValueSpec
 from pipetrain.plan import program as programs
-from pipetrain.plan.make_plan import make_plan
+from pipetrain.plan.make_plan import estimate_model, make_plan
 from pipetrain.plan.plan import Plan, Samples, check_targets
 from pipetrain.plan.program import Draft
 from pipetrain.schedule.actions import Action, Op, Program, Schedule, has_norms, parse_program
@@ -55,7 +55,8 @@ def plan(
     **others: Any,
 ) -> Plan:
     chosen = settings_of("partition=even", *overrides, ranks=ranks)
-    return make_plan(Draft.from_settings(chosen, schedule), model or with_norm(), IMAGE, samples, **others)
+    estimated = estimate_model(chosen, model or with_norm(), IMAGE, samples)
+    return make_plan(Draft.from_settings(chosen, schedule), estimated, **others)
 
 
 # Windows, and what a plan says
@@ -295,11 +296,7 @@ def test_an_evaluation_may_hand_on_fewer_tensors_than_training():
 
 def test_inputs_and_targets_that_the_run_s_dtype_would_round_are_refused():
     wide = ValueSpec((TensorSpec((3, 32, 32), torch.float64), TensorSpec((4,), torch.int64)), single=False)
-    said = refusal(
-        lambda: make_plan(
-            Draft.from_settings(settings_of("partition=even"), one_f_one_b), with_norm(), wide, UPDATES
-        )
-    )
+    said = refusal(lambda: estimate_model(settings_of("partition=even"), with_norm(), wide, UPDATES))
     assert said.startswith("the inputs are float64[3, 32, 32] + int64[4] a sample, and with dtype=float32")
     made = plan(model=nn.Sequential(FLAT, nn.Linear(48, 4), nn.Linear(4, 2)))
     with pytest.raises(ConfigError, match=r"the targets are float64\[2\] a sample, .* would be rounded"):

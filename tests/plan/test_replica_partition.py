@@ -16,7 +16,7 @@ from pipetrain.config.build import make_schedule
 from pipetrain.config.settings import Mode, Settings
 from pipetrain.errors import ConfigError
 from pipetrain.plan import make_plan as making
-from pipetrain.plan.make_plan import make_plan
+from pipetrain.plan.make_plan import estimate_model, make_plan
 from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.program import Draft
 from pipetrain.plan.replica_partition import LayerSums, Machines, Planner, Way
@@ -232,7 +232,8 @@ def auto(schedule: Schedule, weights: int, *words: str, ranks: int = 3, s_per_by
     cfg = options_of(["partition=profile", "replicas=auto", "batch_size=12", "microbatches=12", *words])
     draft = Draft.from_settings(Settings.composed(cfg, "1f1b", ranks), schedule)
     times = replace(table.times, s_per_byte=s_per_byte)
-    return make_plan(draft, list(table.layers), table.inputs, Samples.of([12] * 4, [1]), times)
+    estimated = estimate_model(draft.settings, list(table.layers), table.inputs, Samples.of([12] * 4, [1]))
+    return make_plan(draft, estimated, times)
 
 
 def test_a_run_takes_the_replicas_with_which_its_schedule_is_fastest():

@@ -12,7 +12,7 @@ from pipetrain.config.build import make_model, make_schedule
 from pipetrain.config.settings import Settings
 from pipetrain.errors import ConfigError
 from pipetrain.model.specs import Size
-from pipetrain.plan.make_plan import make_plan
+from pipetrain.plan.make_plan import estimate_model, make_plan
 from pipetrain.plan.plan import Samples
 from pipetrain.plan.program import Draft
 from pipetrain.plan.replica_partition import Machines, Planner
@@ -138,11 +138,8 @@ def by_profile(*words: str) -> str:
     read = Settings.composed(cfg, "1f1b", None)
     model, same = (make_model(cfg, 0, read.dtype) for _ in range(2))
     measured = profile_of(same, IMAGE.of(Size(16)), [1, 1, 1, 1, 1, 3])
-    return describe(
-        make_plan(
-            Draft.from_settings(read, make_schedule(cfg)), model, IMAGE, Samples.of([64], [64]), measured
-        )
-    )
+    estimated = estimate_model(read, model, IMAGE, Samples.of([64], [64]))
+    return describe(make_plan(Draft.from_settings(read, make_schedule(cfg)), estimated, measured))
 
 
 def choices(text: str) -> dict[str, tuple[str, ...]]:

@@ -295,7 +295,8 @@ def prepare(cfg: Mapping[str, Any], schedule: str, ranks: int, data: Data) -> Ru
         return _once((*model, sizes), partial(estimates, *given))
 
     with patch.object(planning, "estimates", estimated):
-        plan = planning.make_plan(draft, network, facts.example, samples, None, state, task)
+        model_estimates = planning.estimate_model(settings, network, facts.example, samples)
+    plan = planning.make_plan(draft, model_estimates, None, state, task)
     return Run(
         settings=settings,
         facts=facts,

@@ -16,7 +16,7 @@ from pipetrain.model.network import INPUT, ValueId
 from pipetrain.model.specs import TensorSpec, ValueSpec
 from pipetrain.plan.cost_estimate import Layer, estimate
 from pipetrain.plan.costs import LayerTime, Profile, Table
-from pipetrain.plan.make_plan import make_plan
+from pipetrain.plan.make_plan import estimate_model, make_plan
 from pipetrain.plan.operation_costs import Kept
 from pipetrain.plan.partition import Prices, StageWork
 from pipetrain.plan.plan import Plan, Samples
@@ -47,7 +47,9 @@ def planned(schedule: str, stages: int, microbatches: int, batches: int, *overri
     read = Settings.composed(cfg, schedule, None)
     model = make_model(cfg, read.seed, read.dtype)
     samples = Samples.of([read.batch_size] * batches, [read.batch_size])
-    return make_plan(Draft.from_settings(read, make_schedule(cfg)), model, IMAGE, samples)
+    return make_plan(
+        Draft.from_settings(read, make_schedule(cfg)), estimate_model(read, model, IMAGE, samples)
+    )
 
 
 def figures(text: str) -> dict[str, tuple[str, str]]:
