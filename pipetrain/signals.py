@@ -228,15 +228,17 @@ def _reset_in_child() -> None:
 
     A service manager sends SIGTERM to every process. This one ends only when its parent sends it.
     """
-    ours = [number for number in SIGNALS if getattr(signal.getsignal(number), "__module__", "") == __name__]
-    if ours:
+    handled = [
+        number for number in SIGNALS if getattr(signal.getsignal(number), "__module__", "") == __name__
+    ]
+    if handled:
         signal.set_wakeup_fd(-1)
         os.setpgid(0, 0)
-    if ours and hasattr(signal, "sigwaitinfo"):
-        signal.pthread_sigmask(signal.SIG_BLOCK, ours)  # DataLoader sets its workers' handlers later
-        Thread(target=_obey, args=(os.getppid(), ours), daemon=True).start()
+    if handled and hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, handled)  # DataLoader sets its workers' handlers later
+        Thread(target=_obey, args=(os.getppid(), handled), daemon=True).start()
         return
-    for number in ours:  # as on macOS, which does not report the sender of a signal
+    for number in handled:  # as on macOS, which does not report the sender of a signal
         signal.signal(number, signal.SIG_DFL)
 
 

@@ -186,8 +186,8 @@ def _difference(key: str, saved: Any, current: Any) -> str:
 def open_weights(path: Path, model: nn.Module) -> Loaded:
     """Open initial weights, of plain PyTorch or of a checkpoint. Raises ConfigError."""
     path = path.expanduser().absolute()
-    ours = (path / CHECKPOINTS).is_dir() or (path / MANIFEST).exists()
-    source = find_source(path, path) if ours else None
+    is_run = (path / CHECKPOINTS).is_dir() or (path / MANIFEST).exists()
+    source = find_source(path, path) if is_run else None
     return weights_of(source, model) if source else open_plain(path, model)
 
 

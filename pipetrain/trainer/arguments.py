@@ -53,14 +53,14 @@ _TARGETS = Rule(
 class Arguments:
     """What Pipeline is asked to train and how, proven as far as it can be without a batch.
 
-    `made`: an optimizer like all stages' together; `optim`: its name and options; `lr`: its rate at first.
+    `whole_optimizer`: one like all stages' together; `optim`: its name and options; `lr`: its rate at first.
     """
 
     model: nn.Module
     task: Task
     draft: Draft
     optimizer: OptimizerFactory
-    made: Optimizer
+    whole_optimizer: Optimizer
     optim: Mapping[str, Any]
     rate: LearningRate
     lr: float
@@ -84,15 +84,15 @@ class Arguments:
                 f"batches: let rank 0 have it"
             )
         factory = try_optimizer(optim, model, len(draft.placement))
-        made, named = trial_optimizer(factory, model)
-        first = made.param_groups[0]
+        whole_optimizer, named = trial_optimizer(factory, model)
+        first = whole_optimizer.param_groups[0]
         lr = float(first.get("lr") or 0.0)
         shown = next(name for name, p in named if any(p is parameter for parameter in first["params"]))
-        rate = asked_rate(lr_schedule, shown, made)
-        options = optim.options or {"_target_": title(made)}
+        rate = asked_rate(lr_schedule, shown, whole_optimizer)
+        options = optim.options or {"_target_": title(whole_optimizer)}
         settings = settled(draft.settings, str(options["_target_"]), len(draft.placement))
         draft = replace(draft, settings=settings)
-        return cls(model, task, draft, factory, made, options, rate, lr)
+        return cls(model, task, draft, factory, whole_optimizer, options, rate, lr)
 
 
 def read_optimizer(function: Any, groups: Mapping[str, Mapping[str, Any]] | None) -> Optim:

@@ -95,7 +95,7 @@ class Training:
         self.metrics: dict[str, float] = {}  # of the last pass that was trained
         self.closed = False
         self._apart = ""  # why microbatches would train otherwise than a batch
-        self.conditions = tensors_of(request.model) | {"optimizer": title(request.made)}
+        self.conditions = tensors_of(request.model) | {"optimizer": title(request.whole_optimizer)}
         self.whole = WholeModel(request.model, self.groups, initial)
 
     @property
@@ -272,7 +272,7 @@ def share_model(
     """
     model, draft = request.model, request.draft
     drawn = {"how the model's factory makes its parameters": record.digest} if record else {}
-    given = values_to_compare(draft.settings, request.made, draft.program, request.rate)
+    given = values_to_compare(draft.settings, request.whole_optimizer, draft.program, request.rate)
     compare_ranks(groups, "the settings", given | drawn)
     if draft.settings.replicas != AUTO:  # whose links are those of the plan
         groups.open(links(edges(draft.program), draft.placement))
