@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -37,8 +38,8 @@ def difference(expected: Results, actual: Results, lowered: bool = False) -> str
     A gradient that is tiny compared with the largest one, as of a bias before a BatchNorm, is rounding noise.
     The loss, a mean of many terms, has less. `lowered`: whether autocast may have chosen other dtypes.
     """
-    sizes = {name: _largest(tensor) for name, tensor in expected.items()}
-    largest = max((size for name, size in sizes.items() if name.startswith(GRADIENT)), default=0.0)
+    gradients = [tensor for name, tensor in expected.items() if name.startswith(GRADIENT)]
+    largest = cache(lambda: max(map(_largest, gradients)))
     for name in dict.fromkeys([*expected, *actual]):  # in order
         left, right = expected.get(name), actual.get(name)
         if left is None or right is None:
@@ -47,19 +48,30 @@ def difference(expected: Results, actual: Results, lowered: bool = False) -> str
             return f"{name} differs: {specs_of([left])[0]} and {specs_of([right])[0]}"
         if not left.numel() or isinstance(left, FakeTensor):
             continue
-        size = max(sizes[name], 1e-3 * largest if name.startswith(GRADIENT) else 0.0)
+        if left.dtype == right.dtype and torch.equal(left, right):
+            continue
+        size = max(_largest(left), 1e-3 * largest() if name.startswith(GRADIENT) else 0.0)
         eps = max(_eps(left.dtype), FLOAT32, _eps(torch.bfloat16) if lowered else 0.0)
+        limit = (0.3 if name == LOSS else 3) * math.sqrt(eps) * size
+        if left.dtype == right.dtype and _eps(left.dtype) and _largest(left - right, math.inf) <= limit:
+            continue
         exact = torch.complex128 if left.is_complex() else torch.float64
         left, right = left.to(exact), right.to(exact)
         off = (left - right).abs().masked_fill((left == right) | (left.isnan() & right.isnan()), 0.0)
-        if not float(off.max()) <= (0.3 if name == LOSS else 3) * math.sqrt(eps) * size:
+        if not float(off.max()) <= limit:
             return f"{name} differs by {float(off.max()):.3g}, of {size:.3g}"
     return ""
 
 
-def _largest(tensor: Tensor) -> float:
-    numbers = tensor.numel() and tensor.dtype != torch.bool and not isinstance(tensor, FakeTensor)
-    return float(tensor.abs().nan_to_num(0, 0, 0).max()) if numbers else 0.0
+def _largest(tensor: Tensor, not_finite: float | None = None) -> float:
+    """Return the largest number of a tensor, or `not_finite`; by default the largest finite one."""
+    if not tensor.numel() or tensor.dtype == torch.bool:
+        return 0.0
+    if _eps(tensor.dtype):
+        largest = float(torch.linalg.vector_norm(tensor, math.inf))  # in one pass
+        if math.isfinite(largest) or not_finite is not None:
+            return largest if math.isfinite(largest) else not_finite or 0.0
+    return float(tensor.abs().nan_to_num(0, 0, 0).max())
 
 
 def _eps(dtype: torch.dtype) -> float:
