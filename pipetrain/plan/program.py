@@ -133,6 +133,13 @@ class Draft:
         whole = min(self.settings.window or SHOWN, SHOWN) if self.reads_late else 1
         return max(whole, self.least)
 
+    def refuse_unsound(self) -> None:
+        """Refuse what works on no cut, before there is a model's. Raises ScheduleError and ConfigError."""
+        program, m = make_program(self, None, self.batches), self.settings.microbatches
+        check(program, self.batches, m, norms=has_norms(program))
+        with _explained(self, has_norms(program), ties=()):
+            simulate(program, m, buffer_size=self.settings.buffer_size)
+
 
 def _compute_only(settings: Settings, schedule: Schedule, batches: int, **offered: Any) -> Program:
     """Return the compute-only program of a window. Raises ScheduleError and ConfigError.
@@ -213,7 +220,7 @@ def verify(
     evaluation = evaluating(evaluated)
     programs = {batches: _sound(draft, batches, make(batches), cut) for batches in lengths}
     all_programs = [evaluation, *programs.values()]
-    with _explained(draft, any(map(has_norms, all_programs)), cut):
+    with _explained(draft, any(map(has_norms, all_programs)), cut.ties):
         bounds = [
             edge_bounds(lowered, cut.edges, draft.settings.buffer_size, cut.ties) for lowered in all_programs
         ]
@@ -228,7 +235,7 @@ def verify(
 
 def _verified(draft: Draft, batches: int, program: Program, cut: Cut) -> Window:
     """Return a program's window; `cut`: with its bounds. Raises ScheduleError and ConfigError."""
-    with _explained(draft, has_norms(program), cut):
+    with _explained(draft, has_norms(program), cut.ties):
         return _simulated(draft, batches, _sound(draft, batches, program, cut), cut)
 
 
@@ -263,12 +270,12 @@ def _simulated(draft: Draft, batches: int, program: Program, cut: Cut, trains: b
 
 
 @contextmanager
-def _explained(draft: Draft, norms: bool, cut: Cut) -> Iterator[None]:
+def _explained(draft: Draft, norms: bool, ties: Ties) -> Iterator[None]:
     """Raise ConfigError with advice if updates would wait for each other forever."""
     try:
         yield
     except Deadlock as blocked:
-        if not norms and not cut.ties:
+        if not norms and not ties:
             raise
         way = "set clip_grad_norm_over=stage" if norms else TOGETHER
         raise ConfigError(

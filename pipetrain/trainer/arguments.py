@@ -15,7 +15,7 @@ from pipetrain.config.build import Optim, make_schedule
 from pipetrain.config.choices import names_of, nearest, shipped
 from pipetrain.config.parameter_groups import title
 from pipetrain.config.rate import LearningRate, asked_rate
-from pipetrain.config.settings import PIPELINE_OPTIONS, SEED, Settings
+from pipetrain.config.settings import AUTO, PIPELINE_OPTIONS, SEED, Settings
 from pipetrain.data.reader import NamedTargets
 from pipetrain.errors import ConfigError
 from pipetrain.model.factory import Factory, Initial, build
@@ -75,9 +75,11 @@ class Arguments:
         groups: Mapping[str, Mapping[str, Any]] | None,
         lr_schedule: Any,
     ) -> Arguments:
-        """Read the rest of the arguments. Raises ConfigError."""
+        """Read the rest of the arguments. Raises ConfigError and ScheduleError."""
         optim = read_optimizer(optimizer, groups)
         require_module(model, "Pipeline needs", draft.settings.weights_dtype)
+        if draft.settings.replicas != AUTO:  # else the chosen ones have another draft
+            draft.refuse_unsound()
         if (rank := draft.placement[0][0]) != 0:
             raise ConfigError(
                 f"schedule {draft.settings.schedule} has stage 0 on rank {rank}, and rank 0 reads the "

@@ -23,7 +23,7 @@ from pipetrain.model.factory import build
 from pipetrain.model.tensor_places import named_tensors
 from pipetrain.models import gpt
 from pipetrain.runtime.stage.stage_factory import make_stages
-from pipetrain.schedule.actions import format_program
+from pipetrain.schedule.actions import Program, format_program
 from pipetrain.schedule.programs import one_f_one_b
 from pipetrain.trainer import pipeline, training
 from tests.runtime.stage.test_memory_meter import Live
@@ -297,6 +297,15 @@ def test_a_schedule_may_be_a_function_or_the_file_of_a_program(tmp_path):
     assert all(each == losses[0] for each in losses)
     with pytest.raises(ScheduleError, match=r"one.txt is of 1 ranks, 1 batches and 4 microbatches in all"):
         pipe_of(schedule=files[0], microbatches=2)
+
+
+def test_a_schedule_that_works_on_no_cut_is_refused_at_once_and_leaves_no_pipeline():
+    def without_step(ranks: int, batches: int, microbatches: int) -> Program:
+        return [row[:-1] for row in one_f_one_b(ranks, batches, microbatches)]
+
+    for _ in range(2):
+        with pytest.raises(ScheduleError, match="has done of stage 0 1 updates of 2"):
+            pipe_of(schedule=without_step)
 
 
 def test_an_average_that_is_not_there_is_not_taken_for_the_weights(pipe, tmp_path):
