@@ -32,8 +32,9 @@ wait -n; first=$?; wait -n; exit $((first | $?))""",
     "scancel": 'kill -s "${1#--signal=}" $(cat pids)',
     "scontrol": 'case $1 in show) echo 127.0.0.1 ;; requeue) echo "$2" >>requeued ;; esac',
     "torchrun": """trap 'touch stopped$SLURM_NODEID' TERM
-printf '%s\\n' "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" "$@" >said; mv said started$SLURM_NODEID
-until [ -e status$SLURM_NODEID ]; do sleep 0.05; done
+printf '%s\\n' "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" "$@" >said$SLURM_NODEID
+mv said$SLURM_NODEID started$SLURM_NODEID
+until [ -e status$SLURM_NODEID ] || [ $SECONDS -gt 900 ]; do sleep 0.05; done
 exit $(cat status$SLURM_NODEID)""",
 }
 """Of Slurm, for a job of two nodes that are this machine; torchrun is forked by the tests' server."""
