@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pipetrain.errors import ConfigError
-from pipetrain.targets import Unresolved
+from pipetrain.instantiate import Unresolved
 
 _T = TypeVar("_T")
 MOST = 2**53  # the largest whole number, which a float still represents

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipetrain.checkpoint.files import rank_file, stage_file
 from pipetrain.checkpoint.resume import Source
-from pipetrain.checkpoint.tensor_files import ATTRIBUTE, EMA, MODEL, OPTIMIZER, NamedTensors, names_of
+from pipetrain.checkpoint.tensor_reader import ATTRIBUTE, EMA, MODEL, OPTIMIZER, NamedTensors, names_of
 from pipetrain.model.numerics import numbers_of
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.comm.process_groups import ProcessGroups

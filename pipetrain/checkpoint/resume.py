@@ -21,7 +21,7 @@ from pipetrain.checkpoint.files import (
     read_manifest,
     read_whole,
 )
-from pipetrain.checkpoint.tensor_files import MODEL, Loaded, NamedTensors, open_plain, read_files
+from pipetrain.checkpoint.tensor_reader import MODEL, Loaded, NamedTensors, open_plain, read_files
 from pipetrain.errors import ChannelError, ConfigError, TrainingStopped, one_line
 from pipetrain.model.requirements import state_names
 from pipetrain.model.tensor_places import named_tensors

@@ -31,8 +31,8 @@ from pipetrain.commands.help_text import usage
 from pipetrain.config.choices import conf_dir, names_of, nearest
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.exit import unread
+from pipetrain.instantiate import Unresolved
 from pipetrain.rules import PATH
-from pipetrain.targets import Unresolved
 
 CODECS = ("codec.forward", "codec.backward")
 _BUILT = ("model", "optim", "task", "schedule")  # groups of what a _target_ builds

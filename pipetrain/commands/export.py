@@ -20,7 +20,7 @@ from torch import Tensor
 from pipetrain.checkpoint.epoch_record import best_update
 from pipetrain.checkpoint.files import CHECKPOINTS, folder_name, write_tensors
 from pipetrain.checkpoint.resume import Source, saved_in
-from pipetrain.checkpoint.tensor_files import EMA, SINGLE
+from pipetrain.checkpoint.tensor_reader import EMA, SINGLE
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.exit import guarded
 

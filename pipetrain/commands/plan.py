@@ -34,6 +34,7 @@ from pipetrain.config.choices import conf_dir
 from pipetrain.config.placement import RULES, places_of, processes, spans
 from pipetrain.errors import ConfigError
 from pipetrain.exit import guarded, unread
+from pipetrain.instantiate import NotMade, make
 from pipetrain.rules import BOOL, COUNT, PATH, POSITIVE, Rule, kept, whole
 from pipetrain.schedule.actions import Placement, ScheduleError, most_open, ranks_of
 from pipetrain.schedule.lower import lower
@@ -43,7 +44,6 @@ from pipetrain.schedule.replicas import spread_program
 from pipetrain.schedule.simulate import SHOWN, simulate, unit_cost
 from pipetrain.schedule.text import aligned, counted
 from pipetrain.schedule.transforms import joined
-from pipetrain.targets import NotMade, make
 
 BATCHES = whole(1, 1000)  # seconds to prove and to draw, and more of them show nothing else
 SPAN = Rule(

@@ -45,7 +45,7 @@ def run_command(world: World, signals: Signals) -> int:
     with signals.losing():
         if world.rank:
             return 0 if start.prints else follow(start)
-        from pipetrain.commands.rank0 import run_jobs  # imports Hydra
+        from pipetrain.commands.rank0_jobs import run_jobs  # imports Hydra
 
         return run_jobs(start)
 

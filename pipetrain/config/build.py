@@ -18,12 +18,12 @@ from pipetrain.codec import Codec
 from pipetrain.config.choices import chosen, nearest
 from pipetrain.correction import Correction, together
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.model import factory
+from pipetrain.instantiate import NotMade, RefersToNothing, located, make
+from pipetrain.model import deferred_init
 from pipetrain.model.requirements import require_module
 from pipetrain.model.specs import specs_of
 from pipetrain.rules import BOOL, FUNCTION, POSITIVE, Misfit, callable_rule, decoded, instance_of
 from pipetrain.schedule.actions import Schedule
-from pipetrain.targets import NotMade, RefersToNothing, located, make
 from pipetrain.tasks import Mean, Metric, Task
 
 _SCHEDULE = callable_rule("a function; its YAML needs `_partial_: true` beside `_target_`")
@@ -165,7 +165,7 @@ def model_of(cfg: Mapping[str, Any], seed: int) -> nn.Module | Callable[[], nn.M
 def make_model(cfg: Mapping[str, Any], seed: int, dtype: torch.dtype) -> nn.Module:
     """Return the model, for build=stages without its numbers, to plan with. Raises ConfigError."""
     model = model_of(cfg, seed)
-    model = model if isinstance(model, nn.Module) else factory.build(model, seed)[0]
+    model = model if isinstance(model, nn.Module) else deferred_init.build(model, seed)[0]
     require_module(model, f"{cfg['model']['_target_']} must return", dtype)
     return model
 

@@ -13,9 +13,9 @@ from pipetrain.data.sampling import Sampler, loaded
 from pipetrain.data.splits import Data, DataFacts, DataMissing, Draw, Images, Split
 from pipetrain.data.user_data import as_split
 from pipetrain.errors import ConfigError, failing
+from pipetrain.instantiate import make
 from pipetrain.model.specs import TensorSpec, ValueSpec
 from pipetrain.rules import COUNT
-from pipetrain.targets import make
 
 __all__ = [
     "Augment",

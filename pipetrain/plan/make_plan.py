@@ -19,9 +19,9 @@ from pipetrain.plan.cut import cut_layers, cuts_that_may_be, refuse_cuts, shared
 from pipetrain.plan.memory_fit import refuse_above
 from pipetrain.plan.partition import Choice, choose_cuts, cut_by_times
 from pipetrain.plan.plan import Plan, Samples, cast_spec, given_to_task
-from pipetrain.plan.program import Draft, refuse_ties, verify
 from pipetrain.plan.replica_partition import Way, choose_replicas, longest_part
 from pipetrain.plan.text import describe
+from pipetrain.plan.verification import Draft, refuse_ties, verify
 from pipetrain.schedule.actions import splits
 from pipetrain.schedule.simulate import Deadlock
 from pipetrain.tasks import Task

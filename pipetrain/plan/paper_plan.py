@@ -21,8 +21,8 @@ from pipetrain.plan.csv_tables import read_rows
 from pipetrain.plan.make_plan import estimate_model, make_plan
 from pipetrain.plan.memory_fit import known_state, optimizer_state
 from pipetrain.plan.plan import Plan, Samples
-from pipetrain.plan.program import Draft
 from pipetrain.plan.staleness_advice import settled
+from pipetrain.plan.verification import Draft
 from pipetrain.rules import COUNT, PATH, POSITIVE
 
 

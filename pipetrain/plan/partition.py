@@ -26,7 +26,7 @@ from pipetrain.config.settings import AUTO, PROFILE, STRATEGIES, Mode, modes_of
 from pipetrain.errors import ConfigError
 from pipetrain.plan.cost_estimate import Layer
 from pipetrain.plan.costs import Table
-from pipetrain.plan.program import Draft, make_program
+from pipetrain.plan.verification import Draft, make_program
 from pipetrain.schedule.actions import Op, Placement, replicated
 from pipetrain.schedule.memory import GIB, Items, counts, held_bytes
 

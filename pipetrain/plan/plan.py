@@ -20,14 +20,14 @@ from pipetrain.plan.cost_estimate import Layer
 from pipetrain.plan.costs import Table
 from pipetrain.plan.cut import Cut
 from pipetrain.plan.partition import Choice
-from pipetrain.plan.program import Draft, VerifiedWindows, Window
 from pipetrain.plan.replica_partition import Way
+from pipetrain.plan.verification import Draft, VerifiedWindows, Window
 from pipetrain.plan.window_lengths import WindowLengths
 from pipetrain.schedule.actions import Edge, Op, Placement, Tie, asks_for
+from pipetrain.schedule.early_stop_points import StopPoints, stop_points_of
 from pipetrain.schedule.lower import Link, links
 from pipetrain.schedule.memory import Memory, over_time
 from pipetrain.schedule.simulate import simulate
-from pipetrain.schedule.stop_points import StopPoints, stop_points_of
 from pipetrain.schedule.timeline import Bounds, Costs, StageTimes, Timeline
 from pipetrain.tasks import Task
 from pipetrain.tasks.trial import try_task

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from pipetrain.config.settings import Mode
 from pipetrain.errors import ConfigError
 from pipetrain.plan.costs import Table, ring_bytes
-from pipetrain.plan.program import Draft
+from pipetrain.plan.verification import Draft
 from pipetrain.schedule.actions import SENDS, Op, ScheduleError
 from pipetrain.schedule.memory import GIB, Items
 from pipetrain.schedule.timeline import Costs, Timeline

@@ -4,7 +4,7 @@ The engine takes one action after the other, and asks whether a weight version i
 its later actions. Of a policy the engine, and the messages, know nothing.
 
 A window may end early, if the run is asked to stop: before a batch of which no rank has posted a receive.
-Where a rank looks for that, its stop points, schedule/stop_points.py says.
+Where a rank looks for that, its stop points, schedule/early_stop_points.py says.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pipetrain.schedule.actions import (
     predictions,
     shortened,
 )
+from pipetrain.schedule.early_stop_points import StopPoints, stop_points_in
 from pipetrain.schedule.policy import Wait
 from pipetrain.schedule.posting_order import Post, Sum
-from pipetrain.schedule.stop_points import StopPoints, stop_points_in
 
 SHORT = 2  # batches in which a window does all that it ever does, such as keeping an old version
 

@@ -19,9 +19,9 @@ from pipetrain.model.network import Tensors
 from pipetrain.model.random_numbers import EVALUATION, Seeds, drawing
 from pipetrain.runtime.action_order import Order
 from pipetrain.runtime.clock import Clock, Stopwatch, Times
+from pipetrain.runtime.gradient_reductions import WAITING, Sums
 from pipetrain.runtime.mailbox import Mailbox
 from pipetrain.runtime.microbatch_feed import Feed
-from pipetrain.runtime.reductions import WAITING, Sums
 from pipetrain.runtime.rehearsal import Rehearsal
 from pipetrain.runtime.stage.memory_meter import Meter
 from pipetrain.runtime.stage.stage import Stage

@@ -18,17 +18,17 @@ from pipetrain.config.rate import LearningRate, asked_rate
 from pipetrain.config.settings import AUTO, PIPELINE_OPTIONS, SEED, Settings
 from pipetrain.data.reader import NamedTargets
 from pipetrain.errors import ConfigError
-from pipetrain.model.factory import Factory, Initial, build
+from pipetrain.model.deferred_init import Factory, Initial, build
 from pipetrain.model.requirements import own_dtype, require_module
 from pipetrain.model.specs import Value
-from pipetrain.plan.program import Draft
 from pipetrain.plan.staleness_advice import settled
+from pipetrain.plan.verification import Draft
 from pipetrain.rules import Rule, kept
 from pipetrain.runtime.stage.optimizer_trial import trial_optimizer, try_optimizer
 from pipetrain.runtime.stage.parameter_store import OptimizerFactory
 from pipetrain.schedule.actions import Schedule, parse_program
+from pipetrain.schedule.fixed_program import FixedProgram
 from pipetrain.schedule.lower import ADDED
-from pipetrain.schedule.program_file import FixedProgram
 from pipetrain.tasks import LossFunction, Metric, ModelLoss, Task
 from pipetrain.tasks.metrics import MetricFunction
 

@@ -41,7 +41,7 @@ from pipetrain.signals import Signals
 from pipetrain.trainer.listeners import Checkpoints, listeners_of
 from pipetrain.trainer.pipeline import Pipeline
 from pipetrain.trainer.run import EpochData, Run
-from pipetrain.trainer.training import Training
+from pipetrain.trainer.training_setup import Training
 from pipetrain.trainer.window_stop import LOST, WindowStop
 
 log = logging.getLogger("pipetrain")

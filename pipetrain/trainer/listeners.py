@@ -30,8 +30,8 @@ from pipetrain.schedule.actions import Action, Op, parse_action
 from pipetrain.schedule.check import check
 from pipetrain.signals import STOPS, Signals, name_of, status_after
 from pipetrain.trainer.run import Run
+from pipetrain.trainer.window_loop import Listener, Pass, WindowResult
 from pipetrain.trainer.window_stop import WindowStop
-from pipetrain.trainer.windows import Listener, Pass, WindowResult
 
 log = logging.getLogger("pipetrain")
 

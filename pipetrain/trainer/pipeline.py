@@ -39,7 +39,7 @@ from pipetrain.config.settings import Settings
 from pipetrain.data.reader import Loader, Reader
 from pipetrain.errors import ConfigError
 from pipetrain.exit import brief_methods
-from pipetrain.model.factory import Factory
+from pipetrain.model.deferred_init import Factory
 from pipetrain.model.specs import Value
 from pipetrain.plan.plan import Plan
 from pipetrain.rules import COUNT, PATH
@@ -53,8 +53,8 @@ from pipetrain.tasks import LossFunction, Metric, Task
 from pipetrain.tasks.metrics import MetricFunction
 from pipetrain.trainer.arguments import Arguments, read_draft, read_model, read_targets, read_task
 from pipetrain.trainer.listeners import ShowsProgress
-from pipetrain.trainer.training import Training
-from pipetrain.trainer.windows import Pass, WindowResult, Windows
+from pipetrain.trainer.training_setup import Training
+from pipetrain.trainer.window_loop import Pass, WindowResult, Windows
 
 log = logging.getLogger("pipetrain")
 PREDICTED_AT_ONCE = 8  # batches of a window of a prediction, whose outputs are kept until its end

@@ -38,7 +38,7 @@ from pipetrain.runtime.profile import copy_to_measure, measure
 from pipetrain.tasks import ModelLoss
 from pipetrain.tasks.trial import choose_weight, spare, used_outputs
 from pipetrain.trainer.arguments import Arguments
-from pipetrain.trainer.windows import NO_BATCH
+from pipetrain.trainer.window_loop import NO_BATCH
 
 log = logging.getLogger("pipetrain")
 

@@ -32,8 +32,8 @@ from pipetrain.runtime.stage.memory_meter import PeakBytes
 from pipetrain.schedule.timeline import of_another
 from pipetrain.signals import STOPS, Signals, StopRequest
 from pipetrain.tasks.running_sums import Tally
-from pipetrain.trainer.training import Training
-from pipetrain.trainer.windows import MAX_UNSYNCED_S, Listener, Pass, WindowResult, Windows
+from pipetrain.trainer.training_setup import Training
+from pipetrain.trainer.window_loop import MAX_UNSYNCED_S, Listener, Pass, WindowResult, Windows
 
 EPOCH_RANDOM = "random/0/epoch"  # of rank 0 at the beginning of an epoch
 LOADERS = "random/0/loaders"  # what its samples follow from, then or, at the end of one, now

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from pipetrain.model.specs import Size
 from pipetrain.runtime.window_run import WindowWatch
 from pipetrain.signals import ORDER, STOPPING, STOPS, Signals, say
-from pipetrain.trainer.windows import Listener, Pass
+from pipetrain.trainer.window_loop import Listener, Pass
 
 LOOK_S = 0.5  # between two checks within a window
 ASKED = "a stop is asked for"  # a key of the store

@@ -31,7 +31,7 @@ from benchmark.tasks import Job, Scale, prepare
 from benchmark.worlds import Say
 from pipetrain.config.settings import recomputing
 from pipetrain.plan.plan import Plan
-from pipetrain.plan.program import verify
+from pipetrain.plan.verification import verify
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.schedule.actions import SENDS, Op
 from pipetrain.schedule.simulate import simulate

@@ -26,7 +26,7 @@ from pipetrain.plan.costs import Profile
 from pipetrain.plan.make_plan import estimate_model, make_plan
 from pipetrain.plan.memory_fit import optimizer_state
 from pipetrain.plan.plan import Plan, Samples
-from pipetrain.plan.program import Draft
+from pipetrain.plan.verification import Draft
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.profile import measure
 from pipetrain.runtime.stage.optimizer_trial import try_optimizer

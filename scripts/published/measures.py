@@ -32,7 +32,7 @@ from pipetrain.plan.csv_tables import Rows, read_rows
 from pipetrain.plan.make_plan import estimate_model, make_plan
 from pipetrain.plan.paper_plan import state_of
 from pipetrain.plan.plan import Plan, Samples
-from pipetrain.plan.program import Draft
+from pipetrain.plan.verification import Draft
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.schedule.memory import peaks
 

@@ -23,7 +23,7 @@ from pipetrain.checkpoint.files import (
     remove_unfinished,
     write_part,
 )
-from pipetrain.checkpoint.tensor_files import read_files
+from pipetrain.checkpoint.tensor_reader import read_files
 from pipetrain.typed_json import DamagedCheckpoint, OtherFormat
 from tests.support.run_files import figures, forge, put
 

@@ -22,10 +22,10 @@ from pipetrain.checkpoint.resume import (
     refuse_finished,
     refuse_other,
 )
-from pipetrain.checkpoint.tensor_files import MODEL, names_of, read_files
+from pipetrain.checkpoint.tensor_reader import MODEL, names_of, read_files
 from pipetrain.commands.cli import as_mapping, contained, values_of
 from pipetrain.commands.job import conditions_of
-from pipetrain.commands.rank0 import cuts_of
+from pipetrain.commands.rank0_jobs import cuts_of
 from pipetrain.config.settings import Settings
 from pipetrain.errors import ConfigError
 from pipetrain.records.run_folder import RunFolder, claim, lengthens

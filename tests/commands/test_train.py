@@ -17,7 +17,7 @@ import yaml
 from hydra.core.global_hydra import GlobalHydra
 
 from pipetrain.commands.cli import compose
-from pipetrain.commands.rank0 import discard_folder, given_folder, run_job
+from pipetrain.commands.rank0_jobs import discard_folder, given_folder, run_job
 from pipetrain.commands.start import Start
 from pipetrain.commands.train import run_command
 from pipetrain.errors import ConfigError

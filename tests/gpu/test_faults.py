@@ -23,8 +23,8 @@ from pipetrain.runtime import rehearsal
 from pipetrain.runtime.comm import gradient_buckets as buckets
 from pipetrain.runtime.comm import process_groups as groups
 from pipetrain.runtime.comm.channel import Channel
+from pipetrain.runtime.gradient_reductions import Sums
 from pipetrain.runtime.microbatch_feed import WindowFeed
-from pipetrain.runtime.reductions import Sums
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage import cuda_graphs as graphs
 from pipetrain.runtime.stage import nonfinite as finite
@@ -320,7 +320,7 @@ FAULTS = {
         "reduce",
         reading,
         case("1f1b", *EVEN),
-        "_local_scalar_dense, runtime/reductions",
+        "_local_scalar_dense, runtime/gradient_reductions",
     ),
     "inputs are copied from memory that is not pinned": Fault(
         WindowFeed,
@@ -536,7 +536,7 @@ FAULTS = {
         "train",
         looking,
         case("1f1b", *EVEN),
-        "_local_scalar_dense, trainer/windows",
+        "_local_scalar_dense, trainer/window_loop",
     ),
     "the first gradient alone is checked": Fault(
         finite,

@@ -22,7 +22,7 @@ from pipetrain.models import gpt
 from pipetrain.plan.comparison import compare_stages
 from pipetrain.plan.make_plan import estimate_model, make_plan
 from pipetrain.plan.plan import Plan, Samples
-from pipetrain.plan.program import Draft
+from pipetrain.plan.verification import Draft
 from pipetrain.schedule.programs import one_f_one_b
 from pipetrain.tasks import Task
 from tests.support.cases import options_of

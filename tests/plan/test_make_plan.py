@@ -15,10 +15,10 @@ from pipetrain.config.settings import Mode, Settings
 from pipetrain.data import Sampler
 from pipetrain.errors import ConfigError
 from pipetrain.model.specs import Size, TensorSpec, ValueSpec
-from pipetrain.plan import program as programs
+from pipetrain.plan import verification as programs
 from pipetrain.plan.make_plan import estimate_model, make_plan
 from pipetrain.plan.plan import Plan, Samples, check_targets
-from pipetrain.plan.program import Draft
+from pipetrain.plan.verification import Draft
 from pipetrain.schedule.actions import Action, Op, Program, Schedule, has_norms, parse_program
 from pipetrain.schedule.automatic import ZeroBubbleAuto
 from pipetrain.schedule.memory import GIB

@@ -18,9 +18,9 @@ from pipetrain.errors import ConfigError
 from pipetrain.plan import make_plan as making
 from pipetrain.plan.make_plan import estimate_model, make_plan
 from pipetrain.plan.plan import Plan, Samples
-from pipetrain.plan.program import Draft
 from pipetrain.plan.replica_partition import LayerSums, Machines, Planner, Way
 from pipetrain.plan.text import describe
+from pipetrain.plan.verification import Draft
 from pipetrain.schedule.actions import Schedule
 from pipetrain.schedule.memory import Items
 from pipetrain.schedule.programs import one_f_one_b, pipedream, pipedream_2bw

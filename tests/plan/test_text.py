@@ -14,9 +14,9 @@ from pipetrain.errors import ConfigError
 from pipetrain.model.specs import Size
 from pipetrain.plan.make_plan import estimate_model, make_plan
 from pipetrain.plan.plan import Samples
-from pipetrain.plan.program import Draft
 from pipetrain.plan.replica_partition import Machines, Planner
 from pipetrain.plan.text import describe, describe_replicas
+from pipetrain.plan.verification import Draft
 from tests.plan.test_replica_partition import sums_of
 from tests.schedule.theory import theory
 from tests.support.cases import SCHEDULES, config, options_of

@@ -9,11 +9,11 @@ import pytest
 
 from pipetrain.runtime.action_order import Order
 from pipetrain.schedule.actions import ALL, RECEIVES, Action, Op
+from pipetrain.schedule.early_stop_points import stop_points_in
 from pipetrain.schedule.lower import edges, lower
 from pipetrain.schedule.posting_order import Sum, make_posts
 from pipetrain.schedule.programs import gpipe, zbv
 from pipetrain.schedule.simulate import simulate
-from pipetrain.schedule.stop_points import stop_points_in
 from pipetrain.schedule.transforms import with_norms
 
 

@@ -15,9 +15,9 @@ from pipetrain.schedule.actions import SENDS, Action, Op, Program, ScheduleError
 from pipetrain.schedule.asynchronous import AsynchronousV
 from pipetrain.schedule.automatic import ZeroBubbleAuto
 from pipetrain.schedule.check import check
+from pipetrain.schedule.fixed_program import FixedProgram
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.policy import ForwardBackward
-from pipetrain.schedule.program_file import FixedProgram
 from pipetrain.schedule.programs import (
     forward_only,
     gpipe,

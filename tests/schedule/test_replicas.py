@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from pipetrain.schedule.actions import Action, Op, ScheduleError, homes, parse_program, ranks_of, reads_old
 from pipetrain.schedule.check import check
+from pipetrain.schedule.fixed_program import FixedProgram
 from pipetrain.schedule.lower import edges, links, lower
-from pipetrain.schedule.program_file import FixedProgram
 from pipetrain.schedule.programs import one_f_one_b, pipedream
 from pipetrain.schedule.programs.order import in_flight
 from pipetrain.schedule.replicas import spread_program

@@ -27,7 +27,7 @@ from pipetrain.config.rate import LearningRate
 from pipetrain.config.settings import Settings
 from pipetrain.data import Augment, Data, DataFacts, Images, Sampler, load_augment
 from pipetrain.data.sampling import Sampled, even
-from pipetrain.model import factory
+from pipetrain.model import deferred_init
 from pipetrain.model.chain import network_of
 from pipetrain.model.network import Network
 from pipetrain.model.requirements import require_module
@@ -36,7 +36,7 @@ from pipetrain.plan import make_plan as planning
 from pipetrain.plan.cost_estimate import estimates
 from pipetrain.plan.memory_fit import optimizer_state
 from pipetrain.plan.plan import Plan, Samples
-from pipetrain.plan.program import Draft
+from pipetrain.plan.verification import Draft
 from pipetrain.records.history import About
 from pipetrain.records.recorder import Recorder
 from pipetrain.records.tracer import Trace
@@ -252,7 +252,7 @@ def network_for(cfg: Mapping[str, Any], settings: Settings, example: ValueSpec) 
     """Build a configuration's model, for inputs like the example."""
     made, values = model_of(cfg, settings.seed), None
     if not isinstance(made, nn.Module):
-        made, values = factory.build(made, settings.seed)
+        made, values = deferred_init.build(made, settings.seed)
     require_module(made, "the model must be", settings.dtype)
     return network_of(made, example.cast(settings.dtype), settings.precision == "bf16").with_values(values)
 

@@ -31,7 +31,7 @@ Hydra.get_mode = lambda self, **_: None  # type: ignore[method-assign]
 dynamic_rendezvous.get_method_name = lambda depth=2: "forked"
 
 TORCHRUN = "torch.distributed.run"
-PRELOADED = ["torch._dynamo", TORCHRUN, "pipetrain.commands.rank0", "matplotlib.figure"]
+PRELOADED = ["torch._dynamo", TORCHRUN, "pipetrain.commands.rank0_jobs", "matplotlib.figure"]
 PRELOADED += ["matplotlib.backends.backend_agg", "torch.utils.tensorboard", "benchmark.contestants"]
 PRELOADED += ["torch.distributed.pipelining", "tests.support.process_ranks", "tests.support.cases"]
 PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "bert")]

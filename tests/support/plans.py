@@ -20,7 +20,7 @@ from pipetrain.plan.make_plan import estimate_model, make_plan
 from pipetrain.plan.operation_costs import Kept
 from pipetrain.plan.partition import Prices, StageWork
 from pipetrain.plan.plan import Plan, Samples
-from pipetrain.plan.program import Draft
+from pipetrain.plan.verification import Draft
 from pipetrain.schedule.actions import Op
 from pipetrain.schedule.memory import Items
 from tests.support.cases import options_of

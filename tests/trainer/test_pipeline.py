@@ -19,13 +19,14 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 from pipetrain import ConfigError, Pipeline, ScheduleError, TrainingStopped
-from pipetrain.model.factory import build
+from pipetrain.model.deferred_init import build
 from pipetrain.model.tensor_places import named_tensors
 from pipetrain.models import gpt
 from pipetrain.runtime.stage.stage_factory import make_stages
 from pipetrain.schedule.actions import Program, format_program
 from pipetrain.schedule.programs import one_f_one_b
-from pipetrain.trainer import pipeline, training
+from pipetrain.trainer import pipeline
+from pipetrain.trainer import training_setup as training
 from tests.runtime.stage.test_memory_meter import Live
 from tests.support.model_zoo import accuracy, mlp, scaled, ways
 from tests.support.parity import MOMENTUM as momentum
@@ -139,7 +140,7 @@ def peak() -> tuple[int, int, int]:
     options = {"microbatches": 1, "device": "cpu", "threads": 1, "partition": "params"}
     with (
         Live() as live,
-        patch("pipetrain.trainer.training.make_stages", noting),
+        patch("pipetrain.trainer.training_setup.make_stages", noting),
         Pipeline(large, next_token, lambda p: SGD(p, 0.1), sample=batch, **options) as pipe,
     ):
         built = live.peak

@@ -19,10 +19,10 @@ from pipetrain.config.rate import SHAPES
 from pipetrain.config.settings import Settings
 from pipetrain.correction import Correction
 from pipetrain.data import load_augment
+from pipetrain.instantiate import make
 from pipetrain.runtime.stage.optimizer_trial import try_optimizer
 from pipetrain.schedule.check import check
 from pipetrain.schedule.lower import lower
-from pipetrain.targets import make
 from tests.support.cases import config
 
 pytestmark = pytest.mark.slow

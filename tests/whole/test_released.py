@@ -19,7 +19,7 @@ from torch.nn.functional import mse_loss
 
 from pipetrain import ConfigError, Pipeline
 from pipetrain.checkpoint.files import VERSION, stage_file, write_part
-from pipetrain.checkpoint.tensor_files import read_files
+from pipetrain.checkpoint.tensor_reader import read_files
 from tests.support.run_files import forge, put
 
 KEPT = Path(__file__).parents[1] / "golden" / "checkpoints"

@@ -29,7 +29,7 @@ from pipetrain.runtime.stage.parameter_store import OptimizerFactory, ParameterS
 from pipetrain.runtime.stage.recompute import Recompute
 from pipetrain.runtime.stage.split_backward import Deferred, differentiate
 from pipetrain.runtime.stage.stage_options import StageOptions
-from pipetrain.runtime.stage.weights import Weights
+from pipetrain.runtime.stage.weight_versions import Weights
 from pipetrain.schedule.actions import Predicted, Read
 from pipetrain.tasks import Task
 from pipetrain.tasks.running_sums import Tally

@@ -10,7 +10,7 @@ from pipetrain.config.rate import LearningRate
 from pipetrain.correction import Correction, GapAware, MomentumAhead, StepsAhead
 from pipetrain.runtime.stage.correction_state import DECAY, RATE, SQUARE, STEP, CorrectionState
 from pipetrain.runtime.stage.parameter_store import ParameterStore
-from pipetrain.runtime.stage.weights import Weights
+from pipetrain.runtime.stage.weight_versions import Weights
 from pipetrain.schedule.actions import Predicted
 
 GROUP = {"momentum": 0.5}

@@ -16,7 +16,7 @@ from pipetrain.correction import PipeMare
 from pipetrain.errors import ConfigError
 from pipetrain.runtime.stage.learning_rates import Rates
 from pipetrain.runtime.stage.parameter_store import ParameterStore
-from pipetrain.runtime.stage.weights import Weights
+from pipetrain.runtime.stage.weight_versions import Weights
 
 
 def stepped(optimizer: Any, how: LearningRate, **options: Any) -> tuple[Weights, nn.Module]:

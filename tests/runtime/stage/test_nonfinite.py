@@ -16,7 +16,7 @@ from pipetrain.config.rate import LearningRate
 from pipetrain.errors import TrainingStopped
 from pipetrain.runtime.stage.nonfinite import SkipOnNaN, StopOnNaN, all_finite, not_finite
 from pipetrain.runtime.stage.parameter_store import ParameterStore
-from pipetrain.runtime.stage.weights import Weights
+from pipetrain.runtime.stage.weight_versions import Weights
 from tests.support.cases import Case
 from tests.support.thread_ranks import run_in_threads
 

@@ -20,7 +20,7 @@ from pipetrain.runtime.engine import Engine
 from pipetrain.runtime.rehearsal import Rehearsal
 from pipetrain.runtime.session import Session
 from pipetrain.schedule.actions import Action
-from pipetrain.trainer.windows import Windows
+from pipetrain.trainer.window_loop import Windows
 from tests.support import DEADLINE_S
 from tests.support.cases import Case, Listener, Ran, RankRun, Run, make_run, rank_run, state_of
 from tests.support.pretended_gpu.device import CUDA, on_device, pretended

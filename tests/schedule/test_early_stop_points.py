@@ -25,12 +25,12 @@ from pipetrain.schedule.actions import (
     shortened,
 )
 from pipetrain.schedule.check import check
+from pipetrain.schedule.early_stop_points import stop_points_of
 from pipetrain.schedule.lower import edges, lower
 from pipetrain.schedule.posting_order import Sum, make_posts
 from pipetrain.schedule.programs import pipedream
 from pipetrain.schedule.replicas import spread_program
 from pipetrain.schedule.simulate import simulate
-from pipetrain.schedule.stop_points import stop_points_of
 from tests.schedule.cases import CASES, Case, places_of
 
 PLACES = [places_of(replicas) for replicas in ([2, 2], [3, 1], [2, 1], [1, 2], [1, 3], [2, 1, 2], [2])]

@@ -13,7 +13,7 @@ from torch import nn
 from pipetrain import models
 from pipetrain.commands.cli import values_of
 from pipetrain.data import made as module
-from pipetrain.targets import NotMade, RefersToNothing, Unresolved, located, make
+from pipetrain.instantiate import NotMade, RefersToNothing, Unresolved, located, make
 
 
 def seen(*given: Any, **named: Any) -> tuple[Any, ...]:

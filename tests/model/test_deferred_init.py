@@ -14,7 +14,7 @@ from torch.nn import functional, init
 
 from pipetrain import ConfigError
 from pipetrain.model.chain import Chain
-from pipetrain.model.factory import build
+from pipetrain.model.deferred_init import build
 from pipetrain.model.requirements import materialise
 from pipetrain.model.tensor_places import named_tensors
 from pipetrain.models import gpt

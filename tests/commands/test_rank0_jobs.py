@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipetrain.commands.rank0 import obtain_data
+from pipetrain.commands.rank0_jobs import obtain_data
 from pipetrain.data import DataMissing
 from pipetrain.data.sampling import even
 from pipetrain.errors import ConfigError

@@ -19,8 +19,8 @@ from pipetrain.runtime.comm.collective_guard import CollectiveGuard
 from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.comm.transfer_watch import Deadline
 from pipetrain.runtime.window_run import WindowRun, WindowWatch
-from pipetrain.trainer import windows as module
-from pipetrain.trainer.windows import Pass, WindowResult, Windows
+from pipetrain.trainer import window_loop as module
+from pipetrain.trainer.window_loop import Pass, WindowResult, Windows
 from tests.support.thread_ranks import LocalLinks, Wire, in_threads
 
 AHEAD: dict[str, Any] = {"reads_ahead": True}  # nobody looks before the end of the pass

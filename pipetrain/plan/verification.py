@@ -36,10 +36,10 @@ from pipetrain.schedule.actions import (
 )
 from pipetrain.schedule.buffer_bounds import edge_bounds, widest
 from pipetrain.schedule.check import check
+from pipetrain.schedule.fixed_program import FixedProgram
 from pipetrain.schedule.lower import Lowering, lower
 from pipetrain.schedule.policy import ForwardBackward
 from pipetrain.schedule.posting_order import Posts, make_posts
-from pipetrain.schedule.program_file import FixedProgram
 from pipetrain.schedule.programs import forward_only
 from pipetrain.schedule.replicas import spread_program
 from pipetrain.schedule.simulate import SHOWN, Cost, Deadlock, simulate

@@ -28,13 +28,13 @@ from pipetrain.config.settings import AUTO
 from pipetrain.data.reader import Form, Loader, NamedTargets, Reader
 from pipetrain.data.sampling import Sampled
 from pipetrain.errors import ConfigError
-from pipetrain.model.factory import Initial
+from pipetrain.model.deferred_init import Initial
 from pipetrain.model.network import Values
 from pipetrain.model.requirements import give_memory, refuse_without_numbers, tensor_attributes
 from pipetrain.model.specs import TensorSpec, ValueSpec
 from pipetrain.model.tensor_places import named_tensors
 from pipetrain.plan.plan import Samples
-from pipetrain.plan.program import Draft
+from pipetrain.plan.verification import Draft
 from pipetrain.records.progress_bar import Bar
 from pipetrain.rules import PATH
 from pipetrain.runtime.comm.collective_guard import (

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipetrain.config.rate import LearningRate
 from pipetrain.runtime.stage.parameter_store import ParameterStore
-from pipetrain.runtime.stage.weights import Weights
+from pipetrain.runtime.stage.weight_versions import Weights
 
 SGD = partial(torch.optim.SGD, lr=1.0)  # the peak, of which the step takes a share
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from pipetrain import ConfigError
 from pipetrain.checkpoint.resume import open_weights
-from pipetrain.model.factory import build
+from pipetrain.model.deferred_init import build
 from pipetrain.model.tensor_places import named_tensors
 
 
