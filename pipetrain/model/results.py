@@ -32,8 +32,8 @@ def add_gradients(
             results[f"{GRADIENT}{name}"] = grad.to_dense() + results.get(f"{GRADIENT}{name}", 0)
 
 
-def difference(expected: Results, actual: Results, lowered: bool = False) -> str:
-    """Say what differs by more than rounding, relative to its largest number; "" if nothing does.
+def difference(expected: Results, actual: Results, lowered: bool = False, most: float = math.inf) -> str:
+    """Say what differs by more than rounding, or `most`, relative to its largest number; "" if nothing does.
 
     A gradient that is tiny compared with the largest one, as of a bias before a BatchNorm, is rounding noise.
     The loss, a mean of many terms, has less. `lowered`: whether autocast may have chosen other dtypes.
@@ -52,7 +52,7 @@ def difference(expected: Results, actual: Results, lowered: bool = False) -> str
             continue
         size = max(_largest(left), 1e-3 * largest() if name.startswith(GRADIENT) else 0.0)
         eps = max(_eps(left.dtype), FLOAT32, _eps(torch.bfloat16) if lowered else 0.0)
-        limit = (0.3 if name == LOSS else 3) * math.sqrt(eps) * size
+        limit = min(most, (0.3 if name == LOSS else 3) * math.sqrt(eps)) * size
         if left.dtype == right.dtype and _eps(left.dtype) and _largest(left - right, math.inf) <= limit:
             continue
         exact = torch.complex128 if left.is_complex() else torch.float64

@@ -36,6 +36,7 @@ MOST_WORK = 2e9  # floating-point operations of a sample's forward: a second in 
 MOST_OF_A_CHAIN, MOST_OF_A_TRACE = 5e8, 1e10  # where stages are compared with the model by numbers
 ENOUGH_WORK = 2e9  # of all samples, for which there are more than two
 MOST_SAMPLES = 8
+COARSE = 5e-2  # relative, in half precision: a trace may choose another kernel for the same function
 _AT_A_CUT = ("CloneBackward0", "ToCopyBackward0")  # operations that stages have and the model has not
 OF_A_LOSS = (
     "a loss may read from the model what the last stage has: its weights, whenever it is called, as by "
@@ -66,7 +67,8 @@ def compare_stages(plan: Plan, network: Network, task: Task, inputs: Value, targ
             except Exception:  # it does not take these, or not on this device; it may raise anything
                 break
             try:
-                why = difference(whole, runs.results(runs.parts, training), lowered=plan.numerics.autocast)
+                over_stages = runs.results(runs.parts, training)
+                why = difference(whole, over_stages, lowered=plan.numerics.autocast, most=COARSE)
             except Exception as error:
                 why = one_line(error)[:200]
             if why:
