@@ -149,7 +149,7 @@ def summing(kind: str = "mean") -> Summing:
 
 REFUSED = {
     "none": "the model returns no loss, one number as `loss` or first of its outputs",
-    "sum": "of 4 samples of the first batch the loss as one batch and in microbatches differ by 56, of 112",
+    "sum": "of 4 samples of the first batch the loss differs by 56, of 112, between the batch and its micro",
     "without": "batch 0 has no labels: targets= can name input_ids",
 }
 

@@ -70,6 +70,6 @@ def test_wrong_values_are_refused(words, sentence):
 @pytest.mark.slow
 def test_another_size_of_image_is_refused():
     with pytest.raises(
-        ConfigError, match=r"Input image size \(32\*32\) doesn't match model \(16\*16\); make"
+        ConfigError, match=r"Input image size \(32\*32\) doesn't match model \(16\*16\): write"
     ):
         prepared(options_of(small("hf_vit", "model.config.image_size=16", "batch_size=8")), "1f1b", 2, 8)
