@@ -22,7 +22,7 @@ from pipetrain.runtime.stage.stage import Stage
 from pipetrain.runtime.stage.stage_factory import observers_of
 from pipetrain.runtime.stage.stage_options import StageOptions
 from pipetrain.tasks import Classification, Task
-from tests.runtime.stage.test_weights import Kernels
+from tests.runtime.stage.test_weight_versions import Kernels
 from tests.support.models import Fork, Join
 
 LABELS = torch.tensor([0, 2, 1])
