@@ -140,6 +140,7 @@ class Held:
         self._filled = [container for _, container, was in self._all if was]
         self.content = [was for *_, was in self._all if was]
         self.places = [place for _, container, was in self._all if was for place in _places_in(container)]
+        self.containers = [container for _, container, was in self._all if was]
         self._numbers = [(*place, place.tensor) for place in self.places if place.tensor.numel() == 1]
 
     def changed(self) -> bool:

@@ -11,8 +11,10 @@ its own, as every pipeline's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,25 +116,28 @@ class _Runs:
         ):
             for container, key, tensor in self._places:
                 container[key] = copies[id(tensor)]
-            for content in Held(attributes_of(self.modules)).content:
-                for generator in map(state_of, content.values() if isinstance(content, dict) else content):
-                    if generator:  # of a layer
-                        stack.callback(generator.set, generator.get())
+            resets = self._resets()
+            for reset in resets:
+                stack.callback(reset)
             tensors = map(self._copy, as_tuple(self._inputs))
             values = {ValueId(INPUT, number): tensor for number, tensor in enumerate(tensors)}
             for module in modules:
                 held = {id(of.tensor): of.tensor for of in places(self.modules) if of.tensor.is_leaf}
                 fresh = {key: tensor.clone() for key, tensor in held.items() if tensor not in weights}
+                for reset in resets:  # each stage has its own
+                    reset()
+                entering: list[Tensor] = []
                 with standing_in(self.modules, fresh) if isinstance(module, Part) else nullcontext():
                     with self._plan.numerics.context("cpu"):
                         if isinstance(module, Part):
-                            outputs = module(*(values[value].clone() for value in module.slice.enters))
+                            entering = [values[value].clone() for value in module.slice.enters]
+                            outputs = module(*entering)
                             values |= zip(module.slice.leaves, outputs, strict=True)
                         else:
                             outputs = self._network.run(self._plan.example, tuple(values.values()))
                     extra |= {f"buffer {name}": buffer.clone() for name, buffer in module.named_buffers()}
                     if training and module is modules[-1] and not self._task.is_known:
-                        extra |= self._terms(module, outputs, weights)
+                        extra |= self._terms(module, entering, outputs, weights)
             if self._mode:
                 return {name: tensor for name, tensor in extra.items() if name.startswith(LOSS)}
             outputs = leaves_of(outputs)
@@ -143,13 +148,31 @@ class _Runs:
             add_gradients(results, roots, leaves, list(map(_drawn, roots)))
             return results | extra
 
-    def _terms(self, module: nn.Module, outputs: Any, weights: Mapping[Tensor, str]) -> Results:
-        """Return of which weights the loss has terms beside the outputs, and the size of their graph."""
+    def _resets(self) -> list[Callable[[], None]]:
+        """Return what sets the generators and iterators that layers keep to where they are now."""
+        resets: list[Callable[[], None]] = []
+        iterators: list[tuple[Any, Any, Any]] = []
+        for container in Held(attributes_of(self.modules)).containers:
+            for key, value in [*(container.items() if isinstance(container, dict) else enumerate(container))]:
+                if (generator := state_of(value)) is not None:
+                    resets.append(partial(generator.set, generator.get()))
+                elif isinstance(value, Iterator) and not isinstance(container, set):
+                    iterators.append((container, key, value))
+        return [*resets, partial(_put_copies, iterators)]
+
+    def _terms(
+        self, module: nn.Module, entering: Sequence[Tensor], outputs: Any, weights: Mapping[Tensor, str]
+    ) -> Results:
+        """Return of which weights the loss has terms beside the outputs, and the size of their graph.
+
+        `entering`: what the last stage gets; of weights of other stages a loss may have terms only by that.
+        """
         of_model = not isinstance(module, Part)
         if not of_model and not self.computed_loss:
             return {}
+        here = set(map(id, module.parameters()))
         if isinstance(module, Part):
-            outputs, here = module.pack(outputs), set(map(id, module.parameters()))
+            outputs = module.pack(outputs)
             replace([self._network.model], {id(w): w.detach() for w in weights if id(w) not in here})
         else:
             held = {weight: f"{name}, a parameter that it holds," for weight, name in self._weights.items()}
@@ -168,17 +191,28 @@ class _Runs:
         self.computed_loss = True
         leaves = {id(getattr(node, "variable", None)) for node in graph}
         terms = {f"{LOSS}'s term of {name}": torch.ones(()) for w, name in weights.items() if id(w) in leaves}
+        if not of_model:  # what an earlier stage has left in a list, it leaves on another rank
+            near = {id(getattr(node, "variable", None)) for node in graph_of(loss, until=entering)}
+            away = [name for w, name in weights.items() if id(w) in near and id(w) not in here]
+            terms |= {f"{LOSS}'s term of {name}, which another stage has,": torch.ones(()) for name in away}
         operations = [node for node in graph if node.name() not in _AT_A_CUT]
         return terms | {f"{LOSS}'s graph beside its outputs": torch.ones(len(operations))}
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """Return a tensor that may be changed; a trace writes no parameter."""
-        copy = tensor.detach()
+        other = tensor.detach()
         if self._mode:
-            copy = self._mode.from_tensor(copy)
+            other = self._mode.from_tensor(other)
         elif isinstance(self._network, Chain) or not isinstance(tensor, nn.Parameter):
-            copy = copy.clone()
-        return copy.requires_grad_(tensor.requires_grad)
+            other = other.clone()
+        return other.requires_grad_(tensor.requires_grad)
+
+
+def _put_copies(places: Sequence[tuple[Any, Any, Any]]) -> None:
+    """Put copies into containers, at once, so that what they share stays shared. Raises TypeError."""
+    copies = deepcopy([value for *_, value in places])
+    for (container, key, _), value in zip(places, copies, strict=True):
+        container[key] = value
 
 
 def _drawn(tensor: Tensor) -> Tensor:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
+from itertools import count, cycle
 from typing import Any
 
 import numpy as np
@@ -285,6 +287,63 @@ class Balanced(nn.Module):
         y: Tensor = self.inner(x)
         self.aux = y.abs().mean()
         return y
+
+
+class Noting(Balanced):
+    """Adds its auxiliary loss to a list of all layers."""
+
+    def __init__(self, terms: list[Tensor]) -> None:
+        super().__init__()
+        self.note = lambda term: terms.append(term)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.note(self.aux)
+        return y
+
+
+def test_terms_that_layers_of_several_stages_add_to_one_list_are_refused():
+    """A rank has those of its own layers alone, though here all run in one process."""
+    terms: list[Tensor] = []
+
+    def taken() -> Any:
+        total = sum(terms)
+        terms.clear()
+        return total
+
+    model, task = nn.Sequential(Noting(terms), Noting(terms)), Task(lambda x, y: mse_loss(x, y) + taken())
+    for cuts in ([], [1]):
+        plan, network = planned(model, cuts, NUMBERS)
+        terms.clear()
+        says = r"the loss's term of 0\.inner\.weight, which another stage has, is new"
+        with pytest.raises(ConfigError, match=says) if cuts else nullcontext():
+            compare_stages(plan, network, task, NUMBERS, NUMBERS)
+
+
+class Advancing(nn.Module):
+    """Draws from a generator, or takes the next number of an iterator."""
+
+    def __init__(self, numbers: Any) -> None:
+        super().__init__()
+        self.numbers = numbers
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.numbers, torch.Generator):
+            return x + torch.rand(x.shape, generator=self.numbers)
+        return x * next(self.numbers)
+
+
+def test_layers_with_generators_and_iterators_of_their_own_are_the_same_over_stages():
+    def over(*numbers: Any) -> None:
+        layers = [layer for number in numbers for layer in (nn.Linear(6, 6), Advancing(number))]
+        verify(nn.Sequential(*layers), [2])
+
+    over(cycle([1.0, 2.0, 3.0]), cycle([3.0, 5.0]))
+    over(count(1), (float(number) for number in range(1, 99)))
+    over(torch.Generator().manual_seed(1), torch.Generator().manual_seed(2))
+    for shared in (cycle([1.0, 2.0, 3.0]), count(1), torch.Generator().manual_seed(1)):
+        with pytest.raises(ConfigError, match=r"training .*: output 0 differs"):
+            over(shared, shared)
 
 
 class Around(nn.Module):
