@@ -12,7 +12,7 @@ its own, as every pipeline's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -27,12 +27,12 @@ from pipetrain.model.packing import state_of
 from pipetrain.model.random_numbers import RngSnapshot
 from pipetrain.model.results import LOSS, Results, add_gradients, difference
 from pipetrain.model.specs import Value, as_tuple, cast_floats, leaves_of, on_each
-from pipetrain.model.tensor_places import Held, attributes_of, named_tensors, places, replace, standing_in
+from pipetrain.model.tensor_places import Held, attributes_of, in_place_of, named_tensors, places, replace, standing_in
 from pipetrain.model.trial_tensors import graph_of
 from pipetrain.plan.cost_estimate import fake_mode
 from pipetrain.plan.plan import Plan
 from pipetrain.tasks import Task
-from pipetrain.tasks.trial import part_of, pieces_differ
+from pipetrain.tasks.trial import APART, part_of, pieces_differ
 
 MOST_WORK = 2e9  # floating-point operations of a sample's forward: a second in all
 MOST_OF_A_CHAIN, MOST_OF_A_TRACE = 5e8, 1e10  # where stages are compared with the model by numbers
@@ -231,8 +231,22 @@ def compare_microbatches(plan: Plan, network: Network, task: Task, inputs: Value
     n = min(len(as_tuple(targets)[0]), max(2, min(MOST_SAMPLES, int(ENOUGH_WORK / max(1.0, work)))))
     if plan.settings.microbatches == 1 or n < 2 or _on_meta(network) or work > MOST_WORK:
         return ""
-    parts, buffers = _parts(plan, network), {id(t): t.clone() for t in network.model.buffers()}
-    inputs, targets = (_some_of(value, n, plan) for value in (inputs, targets))
+    parts = _parts(plan, network)
+    modules = nn.ModuleList([network.model, *parts])
+    batch = [_some_of(value, n, plan) for value in (inputs, targets)]
+    differs = ""
+    with suppress(Exception):  # a model may run on another device alone, and a user's code may raise anything
+        if (differs := _microbatches_differ(network.model, parts, task, *batch)).endswith(APART):
+            exact = [cast_floats(value, torch.float64) for value in batch]
+            with standing_in(modules, {id(t): _exact(t) for t in named_tensors(network.model).values()}):
+                differs = _microbatches_differ(network.model, parts, task, *exact)  # it may be rounding
+    return differs and f"of {n} samples of the first batch {differs}"
+
+
+def _microbatches_differ(
+    model: nn.Module, parts: Sequence[Part], task: Task, inputs: Value, targets: Value
+) -> str:
+    buffers = {id(t): t.clone() for t in model.buffers()}
     weights: dict[Tensor, str] = {
         p: name for part in parts for name, p in part.named_parameters() if p.requires_grad
     }
@@ -241,12 +255,12 @@ def compare_microbatches(plan: Plan, network: Network, task: Task, inputs: Value
         outputs = run_parts(parts, [t.clone() for t in as_tuple(part_of(inputs, start, end))])
         return task.loss(parts[-1].pack(outputs), part_of(targets, start, end))
 
-    try:
-        with standing_in(network.model, buffers), evaluating(*parts):
-            differs = pieces_differ(loss_of, task.weight, targets, weights)
-    except Exception:  # a model may run on another device alone, and a user's code may raise anything
-        return ""
-    return differs and f"of {n} samples of the first batch {differs}"
+    with standing_in(model, buffers), evaluating(*parts):
+        return pieces_differ(loss_of, task.weight, targets, weights)
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    return in_place_of(tensor, tensor.detach().double()) if tensor.is_floating_point() else tensor
 
 
 def _work(plan: Plan) -> float:

@@ -114,6 +114,19 @@ def test_what_takes_each_sample_for_itself_is_let_through_with_batchnorm_and_dro
         trained(nn.Sequential(*layers), cross_entropy, INPUTS if len(layers[0].weight) == 8 else TOKENS)
 
 
+def test_a_difference_that_is_rounding_is_not_refused():
+    """Large terms that cancel leave in float32 what the order of the sums makes of the small ones."""
+    factors = torch.tensor([1e8, -1e8, 1.0])
+    labels = torch.tensor([0, 2, 2, 2, 1, 2, 2, 2])
+
+    def loss(outputs: Tensor, y: Tensor) -> Tensor:
+        return outputs.mul(factors[y, None]).mean()
+
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    with Pipeline(model, loss, SGD, microbatches=4, device="cpu", threads=1) as pipe:
+        pipe.step(torch.ones(8, 4), labels)
+
+
 class Drawing(nn.Module):
     """Draws in evaluation too, as the noise of a VAE does."""
 
