@@ -27,7 +27,15 @@ from pipetrain.model.packing import state_of
 from pipetrain.model.random_numbers import RngSnapshot
 from pipetrain.model.results import LOSS, Results, add_gradients, difference
 from pipetrain.model.specs import Value, as_tuple, cast_floats, leaves_of, on_each
-from pipetrain.model.tensor_places import Held, attributes_of, in_place_of, named_tensors, places, replace, standing_in
+from pipetrain.model.tensor_places import (
+    Held,
+    attributes_of,
+    in_place_of,
+    named_tensors,
+    places,
+    replace,
+    standing_in,
+)
 from pipetrain.model.trial_tensors import graph_of
 from pipetrain.plan.cost_estimate import fake_mode
 from pipetrain.plan.plan import Plan
@@ -43,7 +51,7 @@ _AT_A_CUT = ("CloneBackward0", "ToCopyBackward0")  # operations that stages have
 OF_A_LOSS = (
     "a loss may read from the model what the last stage has: its weights, whenever it is called, as by "
     "model.parameters(), and of an nn.Sequential what its layers keep of their forward. Let the model return "
-    "the rest beside its outputs, or train in one stage"
+    "the rest beside its outputs"
 )
 
 
@@ -74,12 +82,19 @@ def compare_stages(plan: Plan, network: Network, task: Task, inputs: Value, targ
             except Exception as error:
                 why = one_line(error)[:200]
             if why:
-                mode = "training" if training else "evaluation"
-                raise ConfigError(
-                    f"over stages the model would not compute in {mode} what it does in one process: {why}; "
-                    f"{OF_A_LOSS if why.startswith(LOSS) else network.way_out}"
-                )
+                raise ConfigError(_refusal(plan, network, training, why))
     return runs.computed_loss
+
+
+def _refusal(plan: Plan, network: Network, training: bool, why: str) -> str:
+    over, given = "layer by layer", "its own forward does"
+    way_out = OF_A_LOSS if why.startswith(LOSS) else network.way_out
+    if plan.cuts:
+        over, given = "over stages", "it does in one process"
+        if way_out is OF_A_LOSS:
+            way_out += ", or train in one stage"
+    mode = "training" if training else "evaluation"
+    return f"{over} the model would not compute in {mode} what {given}: {why}; {way_out}"
 
 
 class _Runs:
