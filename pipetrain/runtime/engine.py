@@ -17,11 +17,11 @@ from torch.profiler import record_function
 from pipetrain.errors import ActionFailed, ChannelError, TrainingStopped
 from pipetrain.model.network import Tensors
 from pipetrain.model.random_numbers import EVALUATION, Seeds, drawing
-from pipetrain.runtime.action_order import Order
 from pipetrain.runtime.clock import Clock, Stopwatch, Times
 from pipetrain.runtime.gradient_reductions import WAITING, Sums
 from pipetrain.runtime.mailbox import Mailbox
 from pipetrain.runtime.microbatch_feed import Feed
+from pipetrain.runtime.rank_actions import Order
 from pipetrain.runtime.rehearsal import Rehearsal
 from pipetrain.runtime.stage.memory_meter import Meter
 from pipetrain.runtime.stage.stage import Stage

@@ -16,20 +16,21 @@ from pipetrain.model.network import Tensors
 from pipetrain.model.specs import Size
 from pipetrain.plan.memory_fit import explained, gpu_bytes, is_out_of_memory, no_room_sentence, peaks_by_rank
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.action_order import Order, order_of
 from pipetrain.runtime.buffer_average import BufferAverager
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.comm.channel import Channel
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.engine import Engine
-from pipetrain.runtime.mailbox import Coding, Mailbox
+from pipetrain.runtime.mailbox import Mailbox
+from pipetrain.runtime.message_coding import Coding
 from pipetrain.runtime.microbatch_feed import Batches, FeedSettings, WindowFeed, WindowPart
+from pipetrain.runtime.rank_actions import Order, order_of
 from pipetrain.runtime.rehearsal import LoopbackChannel, Rehearsal, rehearses
 from pipetrain.runtime.stage.cuda_graphs import GraphedStage
 from pipetrain.runtime.stage.memory_meter import Meter
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.runtime.whole_model import WholeModel, gather_outputs
-from pipetrain.runtime.window_run import UNWATCHED, WindowRun, WindowWatch
+from pipetrain.runtime.window_record import NO_HOOKS, WindowHooks, WindowRecord
 from pipetrain.schedule.actions import ALL
 from pipetrain.tasks import Task
 
@@ -84,49 +85,49 @@ class Session:
         """Average the buffers of a stage's replicas. All ranks call it, between windows."""
         self._buffer_averager.average()
 
-    def train(self, sizes: Sequence[Size], batches: Batches, watch: WindowWatch = UNWATCHED) -> WindowRun:
+    def train(self, sizes: Sequence[Size], batches: Batches, hooks: WindowHooks = NO_HOOKS) -> WindowRecord:
         """Train a window on batches of these `sizes`; fewer if it is ended early."""
-        order = order_of(self.plan, len(sizes), self._groups.world.rank, watch.stop_check)
+        order = order_of(self.plan, len(sizes), self._groups.world.rank, hooks.stop_check)
         if self._whole_model is not None:
             self._whole_model.restore_stages()
         self._copy_shared_weights()
         self._buffer_averager.before_window()
-        measured = watch.memory and not any(stage.captured for stage in self.stages.values())
+        measured = hooks.memory and not any(stage.captured for stage in self.stages.values())
         meter = Meter(self.stages, self._groups.device) if measured else None
         with self._feed(sizes, batches, order) as feed:
-            row = self.engine.train(order, feed, watch.progress, meter, watch.times)
+            row = self.engine.train(order, feed, hooks.progress, meter, hooks.times)
             for stage, mb in order.forwards(self._buffer_averager.stages):
                 self._buffer_averager.count(stage, feed.size(mb).samples)
-        return WindowRun(sizes, order.batches, row, meter.close() if meter else None)
+        return WindowRecord(sizes, order.batches, row, meter.close() if meter else None)
 
-    def predict(self, sizes: Sequence[Size], batches: Batches, watch: WindowWatch = UNWATCHED) -> WindowRun:
+    def predict(self, sizes: Sequence[Size], batches: Batches, hooks: WindowHooks = NO_HOOKS) -> WindowRecord:
         """Evaluate batches without targets; gather the outputs for each, in host memory, on rank 0."""
         outputs: list[Tensors] = []
-        ran, owners = self.evaluate(sizes, batches, watch, outputs), self.plan.placement[-1]
+        ran, owners = self.evaluate(sizes, batches, hooks, outputs), self.plan.placement[-1]
         return replace(ran, outputs=gather_outputs(outputs, ran.done, self._groups, owners))
 
     def evaluate(
         self,
         sizes: Sequence[Size],
         batches: Batches,
-        watch: WindowWatch = UNWATCHED,
+        hooks: WindowHooks = NO_HOOKS,
         outputs: list[Tensors] | None = None,
-    ) -> WindowRun:
+    ) -> WindowRecord:
         """Evaluate batches of these `sizes` with the newest weights; the last stage counts.
 
         Each is one microbatch, as a model may look at the whole batch. `outputs`: gets those of a prediction,
         which has no targets.
         """
         rank = self._groups.world.rank
-        order = order_of(self.plan, len(sizes), rank, watch.stop_check, trains=False)
+        order = order_of(self.plan, len(sizes), rank, hooks.stop_check, trains=False)
         self._copy_shared_weights()
         self.average_buffers()
         with (
             self._feed(sizes, batches, order, targets=outputs is None) as feed,
             nullcontext() if self._whole_model is None else self._whole_model.stages_in_place(),
         ):
-            self.engine.evaluate(order, feed, watch.progress, outputs)
-        return WindowRun(sizes, order.batches)
+            self.engine.evaluate(order, feed, hooks.progress, outputs)
+        return WindowRecord(sizes, order.batches)
 
     def _copy_shared_weights(self) -> None:
         """Copy each weight that a program may have changed to the other stages of this rank that share it."""

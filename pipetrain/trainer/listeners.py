@@ -25,7 +25,7 @@ from pipetrain.records.progress_bar import Bar
 from pipetrain.records.recorder import Recorder
 from pipetrain.records.tracer import Tracer
 from pipetrain.runtime.session import Session
-from pipetrain.runtime.window_run import UNWATCHED, WindowWatch
+from pipetrain.runtime.window_record import NO_HOOKS, WindowHooks
 from pipetrain.schedule.actions import Action, Op, parse_action
 from pipetrain.schedule.check import check
 from pipetrain.signals import STOPS, Signals, name_of, status_after
@@ -45,11 +45,11 @@ class ShowsProgress(Listener):
         self._shown_by, self._least = shown_by, least
         self._replicas = len(session.plan.placement[min(session.stages)])
 
-    def before_window(self, of: Pass, sizes: Sequence[Size]) -> WindowWatch:
+    def before_window(self, of: Pass, sizes: Sequence[Size]) -> WindowHooks:
         if len(sizes) < self._least:
-            return UNWATCHED
+            return NO_HOOKS
         total = len(sizes) if of.trains else -(-len(sizes) // self._replicas)  # the first has the most
-        return WindowWatch(progress=(partial(self._shown_by.tick, of.title or of.kind, of.shown or total),))
+        return WindowHooks(progress=(partial(self._shown_by.tick, of.title or of.kind, of.shown or total),))
 
 
 class Records(ShowsProgress):
@@ -75,13 +75,13 @@ class MeasuresMemory(Listener):
         self._about = about
         self._windows = 0
 
-    def before_window(self, of: Pass, sizes: Sequence[Size]) -> WindowWatch:
+    def before_window(self, of: Pass, sizes: Sequence[Size]) -> WindowHooks:
         if not of.trains:
-            return UNWATCHED
+            return NO_HOOKS
         self._windows += 1
         epoch, about = of.epoch + 1, self._about
         only = epoch == about.epochs and (of.begun or 0) + len(sizes) == about.batches_of(epoch)
-        return WindowWatch(memory=self._windows == 2 or (self._windows == 1 and only))
+        return WindowHooks(memory=self._windows == 2 or (self._windows == 1 and only))
 
 
 class RecordsDecisions(Listener):
@@ -91,8 +91,8 @@ class RecordsDecisions(Listener):
         self._recorder, self._run = recorder, run
         self._ran: list[list[Action]] = []  # in each window of the epoch
 
-    def before_window(self, of: Pass, sizes: Sequence[Size]) -> WindowWatch:
-        return WindowWatch(times=of.trains)
+    def before_window(self, of: Pass, sizes: Sequence[Size]) -> WindowHooks:
+        return WindowHooks(times=of.trains)
 
     def after_windows(self, done: WindowResult) -> None:
         self._ran += [window.row.actions for window in done.windows if window.row]
@@ -120,10 +120,10 @@ class Traces(Listener):
         self._tracer: Tracer | None = Tracer(run.about, run.groups)
         self._traced: list[bool] = []  # of the windows that run
 
-    def before_window(self, of: Pass, sizes: Sequence[Size]) -> WindowWatch:
+    def before_window(self, of: Pass, sizes: Sequence[Size]) -> WindowHooks:
         traced = of.trains and self._tracer is not None and self._tracer.traces(len(sizes))
         self._traced.append(traced)
-        return WindowWatch(times=traced)
+        return WindowHooks(times=traced)
 
     def after_windows(self, done: WindowResult) -> None:
         for window, traced in zip(done.windows, self._traced, strict=True):

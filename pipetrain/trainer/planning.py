@@ -34,7 +34,7 @@ from pipetrain.runtime.comm.collective_guard import (
     compare_ranks,
     digest,
 )
-from pipetrain.runtime.profile import copy_to_measure, measure
+from pipetrain.runtime.layer_profile import copy_to_measure, measure
 from pipetrain.tasks import ModelLoss
 from pipetrain.tasks.trial import choose_weight, spare, used_outputs
 from pipetrain.trainer.arguments import Arguments

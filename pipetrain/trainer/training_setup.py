@@ -29,8 +29,9 @@ from pipetrain.data.reader import Form, Loader, NamedTargets, Reader
 from pipetrain.data.sampling import Sampled
 from pipetrain.errors import ConfigError
 from pipetrain.model.deferred_init import Initial
+from pipetrain.model.materialise import give_memory, refuse_without_numbers
 from pipetrain.model.network import Values
-from pipetrain.model.requirements import give_memory, refuse_without_numbers, tensor_attributes
+from pipetrain.model.requirements import tensor_attributes
 from pipetrain.model.specs import TensorSpec, ValueSpec
 from pipetrain.model.tensor_places import named_tensors
 from pipetrain.plan.plan import Samples

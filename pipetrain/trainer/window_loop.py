@@ -29,7 +29,7 @@ from pipetrain.runtime.comm.collective_guard import (
 )
 from pipetrain.runtime.microbatch_feed import Batches
 from pipetrain.runtime.session import Session
-from pipetrain.runtime.window_run import UNWATCHED, WindowRun, WindowWatch
+from pipetrain.runtime.window_record import NO_HOOKS, WindowHooks, WindowRecord
 from pipetrain.signals import ORDER, Signals, Stopping, StopRequest
 
 MAX_UNSYNCED_S = 0.5  # windows run for at most this long without a word, where nobody looks at losses
@@ -81,7 +81,7 @@ class WindowResult:
     """
 
     of: Pass
-    windows: Sequence[WindowRun]
+    windows: Sequence[WindowRecord]
     losses: list[float]
     rates: list[float]
     request: StopRequest
@@ -101,9 +101,9 @@ class WindowResult:
 class Listener:
     """What is called as windows and epochs go on. All ranks have the same, as some call collectives."""
 
-    def before_window(self, of: Pass, sizes: Sequence[Size]) -> WindowWatch:
+    def before_window(self, of: Pass, sizes: Sequence[Size]) -> WindowHooks:
         """Return what is to be looked at in a window of batches of these sizes."""
-        return UNWATCHED
+        return NO_HOOKS
 
     def after_windows(self, done: WindowResult) -> None:
         """Act after windows that have run; the run has counted their batches."""
@@ -213,7 +213,7 @@ class Windows:
                 raise of_all(ConfigError(NO_BATCH), self._groups.world.rank)
             if not (windows := word.windows):
                 return
-            ran: list[WindowRun] = []
+            ran: list[WindowRecord] = []
             for sizes in windows:
                 if (ran and ran[-1].early) or self._too_small(of, sizes):
                     break
@@ -232,12 +232,12 @@ class Windows:
             if not of.reads_ahead:
                 word = self._announce(cursor)
 
-    def _run(self, of: Pass, sizes: list[Size]) -> WindowRun:
+    def _run(self, of: Pass, sizes: list[Size]) -> WindowRecord:
         session = self._session
         run = {"training": session.train, "evaluation": session.evaluate, "prediction": session.predict}
         with self._guard():
-            watch = WindowWatch.together(listener.before_window(of, sizes) for listener in self._listeners)
-            return run[of.kind](sizes, of.batches, watch)
+            hooks = WindowHooks.together(listener.before_window(of, sizes) for listener in self._listeners)
+            return run[of.kind](sizes, of.batches, hooks)
 
     def _too_small(self, of: Pass, window: list[Size]) -> str:
         return too_small(window, self._session.plan.settings.microbatches) if of.trains else ""

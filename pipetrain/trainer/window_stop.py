@@ -2,7 +2,7 @@
 
 All ranks stop after the same window: there they exchange their stop requests. torchrun kills its ranks 30
 seconds after it has forwarded SIGTERM. So a window with more than MOST_LEFT_S left ends early, at a batch
-that no rank has begun (see runtime.action_order). The first rank of stage 0 decides that, through torchrun's
+that no rank has begun (see runtime.rank_actions). The first rank of stage 0 decides that, through torchrun's
 store, before the others check; once the time of a batch is known, the ranks check about every LOOK_S seconds.
 If the store is lost, the process that holds it has ended (torchrun, or the command pipetrain), and nothing
 else could stop the run any more: that requests a stop, too.
@@ -20,7 +20,7 @@ from threading import Thread
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from pipetrain.model.specs import Size
-from pipetrain.runtime.window_run import WindowWatch
+from pipetrain.runtime.window_record import WindowHooks
 from pipetrain.signals import ORDER, STOPPING, STOPS, Signals, say
 from pipetrain.trainer.window_loop import Listener, Pass
 
@@ -74,9 +74,9 @@ class WindowStop(Listener):
             if self.leads:
                 say(f"{LOST}: {STOPPING}")
 
-    def before_window(self, of: Pass, sizes: Sequence[Size]) -> WindowWatch:
+    def before_window(self, of: Pass, sizes: Sequence[Size]) -> WindowHooks:
         self.begin_window(len(sizes), of.sample_s and of.sample_s * max(sizes).samples)
-        return WindowWatch(progress=(self.signals.note_update,), stop_check=self.ends_window)
+        return WindowHooks(progress=(self.signals.note_update,), stop_check=self.ends_window)
 
     def begin_window(self, batches: int, batch_s: float | None = None) -> None:
         """Start a window of `batches` batches of about `batch_s` seconds; the same numbers on all ranks."""

@@ -25,10 +25,10 @@ from benchmark.report import Row, Series, failed_row, timed_row
 from benchmark.tasks import Job, Scale, Task, prepare
 from benchmark.worlds import CPU, Place, Say, WorldFailed, fitted, run_world
 from pipetrain.config.rate import LearningRate
-from pipetrain.runtime.action_order import order_of
 from pipetrain.runtime.comm.channel import Channel
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.microbatch_feed import RepeatedFeed, Target
+from pipetrain.runtime.rank_actions import order_of
 from pipetrain.runtime.session import make_engine
 from pipetrain.runtime.stage.stage_factory import make_stages
 from pipetrain.schedule import timeline

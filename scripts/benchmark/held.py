@@ -10,8 +10,8 @@ from benchmark.report import Row, failed_row
 from benchmark.tasks import Job, Scale, Task, prepare
 from benchmark.worlds import Say, WorldFailed, fitted, run_world, titled
 from pipetrain.config.rate import LearningRate
-from pipetrain.runtime.action_order import order_of
 from pipetrain.runtime.comm.process_groups import ProcessGroups
+from pipetrain.runtime.rank_actions import order_of
 from pipetrain.runtime.session import make_engine
 from pipetrain.runtime.stage.memory_meter import Meter
 from pipetrain.runtime.stage.stage_factory import make_stages

@@ -28,7 +28,7 @@ from pipetrain.plan.memory_fit import optimizer_state
 from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.verification import Draft
 from pipetrain.runtime.comm.process_groups import ProcessGroups
-from pipetrain.runtime.profile import measure
+from pipetrain.runtime.layer_profile import measure
 from pipetrain.runtime.stage.optimizer_trial import try_optimizer
 from pipetrain.runtime.stage.parameter_store import OptimizerFactory
 

@@ -19,8 +19,8 @@ from benchmark.contestants import BatchFeed
 from benchmark.held import NEAR, WINDOWS, Case, job_of
 from benchmark.worlds import fitted
 from pipetrain.config.rate import LearningRate
-from pipetrain.runtime.action_order import order_of
 from pipetrain.runtime.comm.process_groups import ProcessGroups
+from pipetrain.runtime.rank_actions import order_of
 from pipetrain.runtime.session import make_engine
 from pipetrain.runtime.stage.memory_meter import Meter
 from pipetrain.runtime.stage.stage_factory import make_stages

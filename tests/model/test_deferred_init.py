@@ -15,7 +15,7 @@ from torch.nn import functional, init
 from pipetrain import ConfigError
 from pipetrain.model.chain import Chain
 from pipetrain.model.deferred_init import build
-from pipetrain.model.requirements import materialise
+from pipetrain.model.materialise import materialise
 from pipetrain.model.tensor_places import named_tensors
 from pipetrain.models import gpt
 from tests.runtime.stage.test_memory_meter import Live

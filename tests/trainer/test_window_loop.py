@@ -18,7 +18,7 @@ from pipetrain.model.specs import Size
 from pipetrain.runtime.comm.collective_guard import CollectiveGuard
 from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.comm.transfer_watch import Deadline
-from pipetrain.runtime.window_run import WindowRun, WindowWatch
+from pipetrain.runtime.window_record import WindowHooks, WindowRecord
 from pipetrain.trainer import window_loop as module
 from pipetrain.trainer.window_loop import Pass, WindowResult, Windows
 from tests.support.thread_ranks import LocalLinks, Wire, in_threads
@@ -76,13 +76,13 @@ class Fake:
         self.updates, self.engine = 0, SimpleNamespace(deadline=Deadline(60))
         self.last: Any = SimpleNamespace(counts=self)
 
-    def train(self, sizes: Sequence[Size], batches: Any, watch: WindowWatch) -> WindowRun:
+    def train(self, sizes: Sequence[Size], batches: Any, watch: WindowHooks) -> WindowRecord:
         self.clock.now += self.train_s
         if isinstance(batches, Read):
             batches.train(sizes)
         self.log.append(f"train {len(sizes)}")
         self._losses += [size.samples for size in sizes[: self._ends or None]]
-        return WindowRun(sizes, self._ends or len(sizes))
+        return WindowRecord(sizes, self._ends or len(sizes))
 
     def take_losses(self) -> list[float]:
         losses, self._losses = self._losses, []

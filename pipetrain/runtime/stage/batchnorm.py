@@ -26,7 +26,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 
-from pipetrain.runtime.stage.microbatch import Batch, Microbatch, Observer
+from pipetrain.runtime.stage.microbatch import Batch, Microbatch
+from pipetrain.runtime.stage.observer import Observer
 
 _BY_MODULE = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 _BY_OPERATION = ("input", "weight", "bias", "running_mean", "running_var", *_BY_MODULE[5:], "cudnn_enabled")

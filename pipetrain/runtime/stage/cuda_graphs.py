@@ -28,8 +28,9 @@ from pipetrain.model.random_numbers import RngSnapshot
 from pipetrain.model.specs import ValueSpec, as_tuple
 from pipetrain.model.tensor_places import Held, attributes_of
 from pipetrain.runtime.microbatch_feed import Target
-from pipetrain.runtime.stage.microbatch import WHOLE, Batch, Microbatch, Saving, around
+from pipetrain.runtime.stage.microbatch import WHOLE, Batch, Microbatch, Saving
 from pipetrain.runtime.stage.objective import Counted
+from pipetrain.runtime.stage.observer import around
 from pipetrain.runtime.stage.parameter_store import ParameterStore
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.schedule.actions import Predicted, Read

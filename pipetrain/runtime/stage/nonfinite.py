@@ -24,8 +24,9 @@ from pipetrain.model.network import INPUT, Tensors
 from pipetrain.model.numerics import numbers_of
 from pipetrain.model.specs import as_tuple, differentiable
 from pipetrain.runtime.stage.buffers import Buffers, Copies
-from pipetrain.runtime.stage.microbatch import Batch, Microbatch, Observer
+from pipetrain.runtime.stage.microbatch import Batch, Microbatch
 from pipetrain.runtime.stage.objective import Counted
+from pipetrain.runtime.stage.observer import Observer
 from pipetrain.runtime.stage.stage import Stage
 
 LOWER_RATE = "try a lower optim.lr, or a warmup"

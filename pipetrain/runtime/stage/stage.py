@@ -23,8 +23,9 @@ from pipetrain.model.specs import Value, as_tuple, leaves_of, needs_grad, requir
 from pipetrain.runtime.microbatch_feed import Target
 from pipetrain.runtime.stage.attribute_state import attributes_of
 from pipetrain.runtime.stage.buffers import Buffers
-from pipetrain.runtime.stage.microbatch import WHOLE, Batch, Microbatch, Observer, Saving, around
+from pipetrain.runtime.stage.microbatch import WHOLE, Batch, Microbatch, Saving
 from pipetrain.runtime.stage.objective import Objective, weighted
+from pipetrain.runtime.stage.observer import Observer, around
 from pipetrain.runtime.stage.parameter_store import OptimizerFactory, ParameterStore
 from pipetrain.runtime.stage.recompute import Recompute
 from pipetrain.runtime.stage.split_backward import Deferred, differentiate

@@ -9,8 +9,8 @@ from torch import nn
 from pipetrain.config.rate import LearningRate
 from pipetrain.config.settings import Mode
 from pipetrain.model.chain import network_of
+from pipetrain.model.materialise import materialise
 from pipetrain.model.network import Network
-from pipetrain.model.requirements import materialise
 from pipetrain.plan.cut import homes
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.comm.process_groups import ProcessGroups
@@ -18,8 +18,8 @@ from pipetrain.runtime.stage.batchnorm import BatchStatistics
 from pipetrain.runtime.stage.buffers import Buffers
 from pipetrain.runtime.stage.cuda_graphs import GraphedStage
 from pipetrain.runtime.stage.loss_comparison import BatchLoss
-from pipetrain.runtime.stage.microbatch import Observer
 from pipetrain.runtime.stage.nonfinite import SkipOnNaN, StopOnNaN
+from pipetrain.runtime.stage.observer import Observer
 from pipetrain.runtime.stage.parameter_store import OptimizerFactory
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.runtime.stage.stage_options import StageOptions

@@ -16,7 +16,7 @@ from pipetrain.runtime.comm import collectives as ranks
 from pipetrain.runtime.comm import process_groups as links
 from pipetrain.runtime.comm.collectives import StopListeners, World
 from pipetrain.runtime.comm.process_groups import ProcessGroups, in_disjoint_rounds
-from pipetrain.runtime.profile import slowest_link
+from pipetrain.runtime.layer_profile import slowest_link
 from pipetrain.schedule.actions import ALL
 from pipetrain.schedule.actions import ranks_of as placed
 from pipetrain.schedule.lower import edges

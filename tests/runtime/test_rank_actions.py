@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipetrain.runtime.action_order import Order
+from pipetrain.runtime.rank_actions import Order
 from pipetrain.schedule.actions import ALL, RECEIVES, Action, Op
 from pipetrain.schedule.early_stop_points import stop_points_in
 from pipetrain.schedule.lower import edges, lower

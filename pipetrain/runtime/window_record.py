@@ -1,4 +1,4 @@
-"""A window of batches on one rank: what looks at it while it runs, and what came of it."""
+"""What came of a window of batches on one rank, and the hooks that look at it while it runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipetrain.schedule.timeline import Row
 
 
 @dataclass(frozen=True, slots=True)
-class WindowWatch:
+class WindowHooks:
     """What looks at a window while it runs.
 
     `progress`: called at each update of the first stage, or evaluated microbatch. `stop_check`: may end it
@@ -26,25 +26,25 @@ class WindowWatch:
     memory: bool = False
 
     @classmethod
-    def together(cls, watches: Iterable[WindowWatch]) -> WindowWatch:
-        """Return one that looks at all that these do."""
-        listed = list(watches)
+    def together(cls, several: Iterable[WindowHooks]) -> WindowHooks:
+        """Return the hooks of all of these."""
+        listed = list(several)
         return cls(
-            tuple(progress for watch in listed for progress in watch.progress),
-            next((watch.stop_check for watch in listed if watch.stop_check), None),
-            any(watch.times for watch in listed),
-            any(watch.memory for watch in listed),
+            tuple(progress for hooks in listed for progress in hooks.progress),
+            next((hooks.stop_check for hooks in listed if hooks.stop_check), None),
+            any(hooks.times for hooks in listed),
+            any(hooks.memory for hooks in listed),
         )
 
 
-UNWATCHED = WindowWatch()
+NO_HOOKS = WindowHooks()
 
 
 @dataclass(frozen=True, slots=True)
-class WindowRun:
+class WindowRecord:
     """The result of a window of batches of these sizes, of which the first `done` ran.
 
-    `row`, `peak_bytes`: what was measured, where a WindowWatch asks for it. `outputs`: of a prediction, those
+    `row`, `peak_bytes`: what was measured, where a WindowHooks asks for it. `outputs`: of a prediction, those
     for each batch in host memory, on rank 0.
     """
 

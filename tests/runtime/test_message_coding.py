@@ -18,7 +18,7 @@ from pipetrain.model.specs import specs_of
 from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.comm.message import Message
 from pipetrain.runtime.comm.process_groups import ProcessGroups
-from pipetrain.runtime.mailbox import Coding
+from pipetrain.runtime.message_coding import Coding
 from tests.support import DEADLINE_S
 from tests.support.cases import Case
 from tests.support.models import Signs

@@ -36,7 +36,6 @@ from pipetrain.model.trial_tensors import made_up_samples
 from pipetrain.plan.cost_estimate import Layer
 from pipetrain.plan.costs import SECONDS, Facts, LayerTime, Profile
 from pipetrain.plan.cut import cut_layers
-from pipetrain.runtime.action_order import Order
 from pipetrain.runtime.clock import Clock
 from pipetrain.runtime.comm.channel import Channel
 from pipetrain.runtime.comm.message import Message
@@ -44,6 +43,7 @@ from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.engine import Engine
 from pipetrain.runtime.mailbox import Mailbox
 from pipetrain.runtime.microbatch_feed import RepeatedFeed
+from pipetrain.runtime.rank_actions import Order
 from pipetrain.runtime.rehearsal import LoopbackChannel
 from pipetrain.runtime.stage.nonfinite import StopOnNaN
 from pipetrain.runtime.stage.parameter_store import OptimizerFactory

@@ -23,8 +23,14 @@ from pipetrain.model.specs import Size, TensorSpec, ValueSpec
 from pipetrain.plan.cost_estimate import estimate
 from pipetrain.plan.costs import SECONDS, LayerTime, Profile, profile_conditions
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime import clock, profile
-from pipetrain.runtime.profile import LARGE_BYTES, SMALL_BYTES, latency_and_byte_time, measure, measure_layers
+from pipetrain.runtime import clock, layer_profile
+from pipetrain.runtime.layer_profile import (
+    LARGE_BYTES,
+    SMALL_BYTES,
+    latency_and_byte_time,
+    measure,
+    measure_layers,
+)
 from pipetrain.runtime.stage import split_backward as split
 from pipetrain.runtime.stage import stage as stage_module
 from pipetrain.runtime.stage.parameter_store import OptimizerFactory
@@ -132,8 +138,8 @@ FORWARDS = 4  # of a layer in a window: recomputed twice, whole, and halved
 def test_what_interrupts_now_one_layer_and_then_another_is_in_the_sum_of_their_times(monkeypatch):
     """Medians are shares of the mean pass, so that no layer is taken for one that is slow."""
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: SetClock.now))
-    monkeypatch.setattr(profile, "ENOUGH_S", 0.0)
-    monkeypatch.setattr(profile, "MIN_WINDOWS", profile.WARMUP_WINDOWS + 4)
+    monkeypatch.setattr(layer_profile, "ENOUGH_S", 0.0)
+    monkeypatch.setattr(layer_profile, "MIN_WINDOWS", layer_profile.WARMUP_WINDOWS + 4)
     *layers, _ = measured(nn.Sequential(*map(Interrupted, (2, 4))), (12,), partial(Steps, lr=0.1))
     assert [layer["forward_s"] for layer in layers] == [2.5, 2.5]  # (4 x 2 + 2 x 6) / 4 = 5
     assert [layer["recorded_s"] for layer in layers] == [1, 1]
