@@ -215,9 +215,8 @@ def test_too_few_classes_are_refused():
         (Segmentation(), spec(9, 2, 2), pixels),
     ):
         assert refused(task, outputs, wanted, 10) == (
-            f"the targets have a label 9, and the model gives {outputs} (layer head), scores of 9 classes, 0 "
-            f"to 8: number the classes from 0, give the last layer more outputs, or let the loss ignore it, "
-            f"by ignore_index="
+            f"the model gives {outputs} (layer head), scores of 9 classes, and the data set has 10: give "
+            f"the last layer at least 10 outputs"
         )
 
 

@@ -116,10 +116,11 @@ def load(
 def _classes(folder: Path) -> dict[str, list[str]]:
     """Return the files of each class, as paths from the folder's parent, both sorted. Raises ConfigError."""
     classes: dict[str, list[str]] = {}
-    within = folder.iterdir() if folder.exists() else ()
-    for path in sorted(path for path in within if path.is_dir() and not path.name.startswith(".")):
-        images = (file for file in _files_under(path) if file.suffix.lower() in SUFFIXES)
-        classes[path.name] = sorted(file.relative_to(folder.parent).as_posix() for file in images)
+    with failing(f"{folder} cannot be listed"):
+        within = folder.iterdir() if folder.exists() else ()
+        for path in sorted(path for path in within if path.is_dir() and not path.name.startswith(".")):
+            images = (file for file in _files_under(path) if file.suffix.lower() in SUFFIXES)
+            classes[path.name] = sorted(file.relative_to(folder.parent).as_posix() for file in images)
     empty = next((folder / name for name in classes if not classes[name]), None if classes else folder)
     if empty is not None:
         raise ConfigError(

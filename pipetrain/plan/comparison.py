@@ -1,8 +1,8 @@
 """Compares, before anything is trained, the stages with the model, and a batch with its microbatches.
 
 Some samples of the first batch run through the model as it was given and through its stages, which must make
-the same of them: layers of one process may share more than what they return, a loss may read more than the
-last stage has, and a trace holds nothing but operations. Then they run through the stages as one batch and in
+the same of them: layers of one process may share more than what they return, and a trace holds nothing but
+operations. A loss may read what its stage has. Then the samples run through the stages as one batch and in
 pieces, whose loss and gradients must be equal. So it is only where no layer and no loss looks at several
 samples at once: not x - x.mean(0), a term over the batch, or an embedding that scales by frequency. There
 BatchNorm and dropout are held, as in evaluation, and other draws the same: in training each microbatch has
@@ -11,27 +11,31 @@ its own, as every pipeline's.
 
 from __future__ import annotations
 
+import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from copy import deepcopy
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.model.chain import Chain
-from pipetrain.model.network import INPUT, Network, Part, ValueId, evaluating, run_parts
+from pipetrain.model.network import Network, Part, evaluating, run_parts
 from pipetrain.model.packing import state_of
 from pipetrain.model.random_numbers import RngSnapshot
-from pipetrain.model.results import LOSS, Results, add_gradients, difference
+from pipetrain.model.results import Results, add_gradients, difference
 from pipetrain.model.specs import Value, as_tuple, cast_floats, leaves_of, on_each
 from pipetrain.model.tensor_places import (
     Held,
     attributes_of,
     in_place_of,
     named_tensors,
+    names_by_id,
     places,
     replace,
     standing_in,
@@ -47,193 +51,171 @@ MOST_OF_A_CHAIN, MOST_OF_A_TRACE = 5e8, 1e10  # where stages are compared with t
 ENOUGH_WORK = 2e9  # of all samples, for which there are more than two
 MOST_SAMPLES = 8
 COARSE = 5e-2  # relative, in half precision: a trace may choose another kernel for the same function
-_AT_A_CUT = ("CloneBackward0", "ToCopyBackward0")  # operations that stages have and the model has not
-OF_A_LOSS = (
-    "a loss may read from the model what the last stage has: its weights, whenever it is called, as by "
-    "model.parameters(), and of an nn.Sequential what its layers keep of their forward. Let the model return "
-    "the rest beside its outputs"
-)
 
 
-def compare_stages(plan: Plan, network: Network, task: Task, inputs: Value, targets: Value) -> bool:
-    """Refuse stages, with the loss behind them, that do not make what the model does. Raises ConfigError.
+def compare_stages(plan: Plan, network: Network, inputs: Value) -> None:
+    """Refuse stages that do not make what the model does of two samples. Raises ConfigError.
 
-    Return whether an own loss could be computed. `inputs`, `targets`: of the first batch, in host memory.
-
-    Of two samples, outputs, gradients and buffers are compared, in training and in evaluation, and of which
-    weights the loss has terms beside the outputs. What is expensive runs for the latter alone, without
-    numbers. Not compared is a model that is not here as a whole, or does not run alone on a CPU.
+    `inputs`: of the first batch, in host memory. Outputs, gradients and buffers are compared, in training and
+    in evaluation, where the model is here as a whole, is not too expensive, and runs alone on a CPU; of an
+    nn.Sequential copies run, as its layers may keep anything, so it has to be one that can be copied.
     """
     chain = isinstance(network, Chain)
-    expensive = _work(plan) > (MOST_OF_A_CHAIN if chain else MOST_OF_A_TRACE)
-    by_numbers = not expensive and not (chain and not plan.cuts)
-    if _on_meta(network) or (task.is_known and not by_numbers):
-        return False
-    runs = _Runs(plan, network, task, inputs, targets, expensive)
-    with standing_in(runs.modules, {}):
-        for training in (True, False) if by_numbers else (True,):
+    twin = network.spare()
+    if _on_meta(network) or _work(plan) > (MOST_OF_A_CHAIN if chain else MOST_OF_A_TRACE):
+        return
+    if chain and (twin is network or not plan.cuts):
+        return
+    model, parts = twin.model, _parts(plan, twin)
+    try:
+        stages = [deepcopy(part) for part in parts] if chain else parts
+    except Exception:  # a layer may hold anything
+        return
+    tensors = as_tuple(_some_of(inputs, 2, plan))
+    first = {id(weight): name for name, weight in model.named_parameters()}
+    names = {name: first[id(weight)] for name, weight in model.named_parameters(remove_duplicate=False)}
+    both = nn.ModuleList([model, *stages])
+    buffers = {id(buffer): buffer for buffer in both.buffers()}
+    buffer_places = [(*place, place.tensor) for place in places(both) if id(place.tensor) in buffers]
+
+    def results_of(
+        run: Callable[[list[Tensor]], Any], modules: Sequence[nn.Module], training: bool
+    ) -> Results:
+        copies = {key: buffer.clone() for key, buffer in buffers.items()}
+        for container, key, buffer in buffer_places:
+            container[key] = copies[id(buffer)]
+        mode = nullcontext() if training else evaluating(*modules)
+        with RngSnapshot().replayed(), mode, plan.numerics.context("cpu"):
+            return _results(lambda: run([t.clone() for t in tensors]), modules, training, names)
+
+    with standing_in(both, {}):
+        for training in (True, False):
             try:
-                whole = runs.results([network.model], training)
-            except Exception:  # it does not take these, or not on this device; it may raise anything
-                break
+                whole = results_of(partial(twin.run, plan.example), [model], training)
+            except Exception:  # it does not take these, or not on this device
+                return
             try:
-                over_stages = runs.results(runs.parts, training)
+                over_stages = results_of(partial(run_parts, stages, enters=Tensor.clone), stages, training)
                 why = difference(whole, over_stages, lowered=plan.numerics.autocast, most=COARSE)
             except Exception as error:
                 why = one_line(error)[:200]
             if why:
-                raise ConfigError(_refusal(plan, network, training, why))
-    return runs.computed_loss
+                mode = "training" if training else "evaluation"
+                over, given = "over stages", "it does in one process"
+                if not plan.cuts:
+                    over, given = "layer by layer", "its own forward does"
+                raise ConfigError(
+                    f"{over} the model would not compute in {mode} what {given}: {why}; {network.way_out}"
+                )
 
 
-def _refusal(plan: Plan, network: Network, training: bool, why: str) -> str:
-    over, given = "layer by layer", "its own forward does"
-    way_out = OF_A_LOSS if why.startswith(LOSS) else network.way_out
-    if plan.cuts:
-        over, given = "over stages", "it does in one process"
-        if way_out is OF_A_LOSS:
-            way_out += ", or train in one stage"
-    mode = "training" if training else "evaluation"
-    return f"{over} the model would not compute in {mode} what {given}: {why}; {way_out}"
+def _results(
+    run: Callable[[], Any], modules: Sequence[nn.Module], training: bool, names: Mapping[str, str]
+) -> Results:
+    """Return the results of a run of modules; the gradients are those of a weighted sum of the outputs.
 
-
-class _Runs:
-    """Runs two samples through a model, or through its stages, on copies of its tensors."""
-
-    def __init__(
-        self, plan: Plan, network: Network, task: Task, inputs: Value, targets: Value, expensive: bool
-    ) -> None:
-        self.parts, self.computed_loss = _parts(plan, network), False
-        self._plan, self._network, self._task = plan, network, task
-        self._inputs, self._targets = _some_of(inputs, 2, plan), _some_of(targets, 2, plan)
-        self._mode = fake_mode() if expensive else None
-        self.modules = nn.ModuleList([network.model, *self.parts])
-        self._places = [(*place, place.tensor) for place in places(self.modules) if place.tensor.is_leaf]
-        self._weights: dict[Tensor, str] = {p: name for name, p in network.model.named_parameters()}
-
-    def results(self, modules: Sequence[nn.Module], training: bool) -> Results:
-        """Return the results of the model as it was given, or of its stages.
-
-        Each module has tensors and attributes of its own, as on a rank of its own; what a traced model keeps
-        stays, as its next forward may use it. The gradients are those of a weighted sum of the outputs.
-        """
-        copies = {id(tensor): self._copy(tensor) for *_, tensor in self._places}
-        weights = {copies[id(weight)]: name for weight, name in self._weights.items()}
-        outputs: Any = ()
-        extra = Results()
-        with (
-            ExitStack() as stack,
-            RngSnapshot().replayed(),
-            nullcontext() if training else evaluating(self.modules),
-            standing_in(self.modules, {}) if isinstance(self._network, Chain) else nullcontext(),
-            self._mode or nullcontext(),
-            torch.set_grad_enabled(training),
-        ):
-            for container, key, tensor in self._places:
-                container[key] = copies[id(tensor)]
-            resets = self._resets()
-            for reset in resets:
-                stack.callback(reset)
-            tensors = map(self._copy, as_tuple(self._inputs))
-            values = {ValueId(INPUT, number): tensor for number, tensor in enumerate(tensors)}
-            for module in modules:
-                held = {id(of.tensor): of.tensor for of in places(self.modules) if of.tensor.is_leaf}
-                fresh = {key: tensor.clone() for key, tensor in held.items() if tensor not in weights}
-                for reset in resets:  # each stage has its own
-                    reset()
-                entering: list[Tensor] = []
-                with standing_in(self.modules, fresh) if isinstance(module, Part) else nullcontext():
-                    with self._plan.numerics.context("cpu"):
-                        if isinstance(module, Part):
-                            entering = [values[value].clone() for value in module.slice.enters]
-                            outputs = module(*entering)
-                            values |= zip(module.slice.leaves, outputs, strict=True)
-                        else:
-                            outputs = self._network.run(self._plan.example, tuple(values.values()))
-                    extra |= {f"buffer {name}": buffer.clone() for name, buffer in module.named_buffers()}
-                    if training and module is modules[-1] and not self._task.is_known:
-                        extra |= self._terms(module, entering, outputs, weights)
-            if self._mode:
-                return {name: tensor for name, tensor in extra.items() if name.startswith(LOSS)}
-            outputs = leaves_of(outputs)
-            results = {f"output {number}": tensor.detach() for number, tensor in enumerate(outputs)}
-            roots = [tensor for tensor in outputs if tensor.requires_grad]
-            torch.default_generator.manual_seed(0)
-            leaves = {weight: name for weight, name in weights.items() if weight.requires_grad}
-            add_gradients(results, roots, leaves, list(map(_drawn, roots)))
-            return results | extra
-
-    def _resets(self) -> list[Callable[[], None]]:
-        """Return what sets the generators and iterators that layers keep to where they are now."""
-        resets: list[Callable[[], None]] = []
-        iterators: list[tuple[Any, Any, Any]] = []
-        for container in Held(attributes_of(self.modules)).containers:
-            for key, value in [*(container.items() if isinstance(container, dict) else enumerate(container))]:
-                if (generator := state_of(value)) is not None:
-                    resets.append(partial(generator.set, generator.get()))
-                elif isinstance(value, Iterator) and not isinstance(container, set):
-                    iterators.append((container, key, value))
-        return [*resets, partial(_put_copies, iterators)]
-
-    def _terms(
-        self, module: nn.Module, entering: Sequence[Tensor], outputs: Any, weights: Mapping[Tensor, str]
-    ) -> Results:
-        """Return of which weights the loss has terms beside the outputs, and the size of their graph.
-
-        `entering`: what the last stage gets; of weights of other stages a loss may have terms only by that.
-        """
-        of_model = not isinstance(module, Part)
-        if not of_model and not self.computed_loss:
-            return {}
-        here = set(map(id, module.parameters()))
-        if isinstance(module, Part):
-            outputs = module.pack(outputs)
-            replace([self._network.model], {id(w): w.detach() for w in weights if id(w) not in here})
-        else:
-            held = {weight: f"{name}, a parameter that it holds," for weight, name in self._weights.items()}
-            weights = {**weights, **held}
-        if self._plan.numerics.autocast:
-            outputs = cast_floats(outputs, self._plan.settings.dtype)
-        try:
-            loss = self._task.loss(on_each(outputs, Tensor.detach), self._targets)
-            if loss.dim():
-                raise ValueError(f"it returns {list(loss.shape)}")
-            graph = graph_of(loss)
-        except Exception as error:
-            if of_model:
-                return {}
-            raise RuntimeError(f"{LOSS} failed: {one_line(error)}") from error
-        self.computed_loss = True
-        leaves = {id(getattr(node, "variable", None)) for node in graph}
-        terms = {f"{LOSS}'s term of {name}": torch.ones(()) for w, name in weights.items() if id(w) in leaves}
-        if not of_model:  # what an earlier stage has left in a list, it leaves on another rank
-            near = {id(getattr(node, "variable", None)) for node in graph_of(loss, until=entering)}
-            away = [name for w, name in weights.items() if id(w) in near and id(w) not in here]
-            terms |= {f"{LOSS}'s term of {name}, which another stage has,": torch.ones(()) for name in away}
-        operations = [node for node in graph if node.name() not in _AT_A_CUT]
-        return terms | {f"{LOSS}'s graph beside its outputs": torch.ones(len(operations))}
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that may be changed; a trace writes no parameter."""
-        other = tensor.detach()
-        if self._mode:
-            other = self._mode.from_tensor(other)
-        elif isinstance(self._network, Chain) or not isinstance(tensor, nn.Parameter):
-            other = other.clone()
-        return other.requires_grad_(tensor.requires_grad)
-
-
-def _put_copies(places: Sequence[tuple[Any, Any, Any]]) -> None:
-    """Put copies into containers, at once, so that what they share stays shared. Raises TypeError."""
-    copies = deepcopy([value for *_, value in places])
-    for (container, key, _), value in zip(places, copies, strict=True):
-        container[key] = value
+    `names`: the names of parameters in the results.
+    """
+    torch.default_generator.manual_seed(0)
+    with torch.set_grad_enabled(training):
+        outputs = leaves_of(run())
+        results = {f"output {number}": tensor.detach() for number, tensor in enumerate(outputs)}
+        roots = [tensor for tensor in outputs if tensor.requires_grad]
+        weights: dict[Tensor, str] = {
+            p: names[name] for module in modules for name, p in module.named_parameters() if p.requires_grad
+        }
+        torch.default_generator.manual_seed(1)
+        add_gradients(results, roots, weights, list(map(_drawn, roots)))
+    for module in modules:
+        results |= {f"buffer {name}": buffer.clone() for name, buffer in module.named_buffers()}
+    return results
 
 
 def _drawn(tensor: Tensor) -> Tensor:
     """Return random numbers like a tensor, the same in every precision, as autocast may choose another."""
     exact = torch.complex128 if tensor.is_complex() else torch.float64
     return torch.rand_like(tensor, dtype=exact).to(tensor.dtype)
+
+
+def compare_loss(plan: Plan, network: Network, task: Task, inputs: Value, targets: Value) -> bool:
+    """Refuse a loss that depends on more than the model's outputs and its stage has. Raises ConfigError.
+
+    Return whether it could be computed, of an own one.
+
+    After a forward it gets the outputs without their graph. Behind the layers of its stage it may read from
+    the model what they keep of their forward, unless they are traced, and the weights that they have. An
+    expensive forward runs without numbers.
+    """
+    model, parts, traced = network.model, _parts(plan, network), not isinstance(network, Chain)
+    if task.is_known or _on_meta(network):
+        return False
+    mode = fake_mode() if _work(plan) > MOST_OF_A_TRACE else None
+
+    def like(tensor: Tensor) -> Tensor:
+        other = mode.from_tensor(tensor.detach()) if mode else tensor.detach()
+        if isinstance(tensor, nn.Parameter):
+            return in_place_of(tensor, other)
+        return other.requires_grad_() if tensor.requires_grad else other.clone()  # it may be a buffer
+
+    names = names_by_id(model)
+    here = {id(p) for p in parts[-1].parameters()}
+    kept = {id(place.tensor): like(place.tensor) for place in places(model) if place.tensor.is_leaf}
+    read = {id(t): like(t) for t in named_tensors(model).values()}
+    few = [_some_of(value, 2, plan) for value in (inputs, targets)]
+    try:
+        with RngSnapshot().replayed(), standing_in(model, kept), mode or nullcontext(), ExitStack() as stack:
+            _hold_back(model, stack)
+            tensors, wanted = as_tuple(on_each(few[0], like)), on_each(few[1], like)
+            if traced:
+                outputs = network.run(plan.example, tensors)
+            else:
+                outputs = parts[-1].pack(run_parts(parts, tensors, enters=lambda t: t.detach().clone()))
+            replace([model], {id(kept[key]): other for key, other in read.items()})
+            loss = task.loss(on_each(outputs, Tensor.detach), wanted)
+        leaves = {id(getattr(node, "variable", None)) for node in graph_of(loss)}
+    except Exception:  # the model may run on another device alone, and a user's code may raise anything
+        return False
+    for key, name in names.items():
+        if id(kept[key]) in leaves and (traced or key not in here):
+            where = "a trace does not keep" if traced else "another stage has"
+            raise ConfigError(
+                f"the loss depends on what a layer keeps of its forward, such as an auxiliary loss in an "
+                f"attribute (by the weight {name}), which {where}: let the model return it beside its "
+                f"outputs, and the loss take it from there"
+            )
+        if id(read[key]) in leaves and key not in here:
+            raise ConfigError(
+                f"the loss has a term of the weight {name}, and the last stage, which computes it, does not "
+                f"have that: let the model compute the term and return it beside its outputs, or train in "
+                f"one stage"
+            )
+        if key in leaves:
+            raise ConfigError(
+                f"the loss holds the parameter {name} itself, and each weight version is a parameter of its "
+                f"own: let it read that from the model whenever it is called, as by model.parameters()"
+            )
+    return not loss.dim()
+
+
+def _hold_back(model: nn.Module, stack: ExitStack) -> None:
+    """Let a forward not advance the generators, iterators and arrays that layers keep, beyond the stack.
+
+    An iterator that cannot be copied is advanced.
+    """
+    copied: list[tuple[Any, Any, Any]] = []
+    for container in Held(attributes_of(model)).containers:
+        if not isinstance(container, dict | list | deque):
+            continue
+        for key, value in [*(container.items() if isinstance(container, dict) else enumerate(container))]:
+            if (generator := state_of(value)) is not None:
+                stack.callback(generator.set, generator.get())
+            elif isinstance(value, Iterator | np.ndarray | bytearray):
+                copied.append((container, key, value))
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of itertools
+        copies: dict[int, Any] = {}  # what is shared stays shared
+        for container, key, value in copied:
+            with suppress(Exception):  # an iterator of a file
+                container[key] = deepcopy(value, copies)
 
 
 def compare_microbatches(plan: Plan, network: Network, task: Task, inputs: Value, targets: Value) -> str:

@@ -109,7 +109,6 @@ class Draft:
         make = _longest if settings.replicas == AUTO else _compute_only
         program = make(settings, schedule, batches)
         draft = cls(settings, schedule, batches, program, ranks_of(program), least)
-        _refuse_compile(draft)
         _refuse_undecided(draft)
         _refuse_replicas(draft)
         return draft if settings.replicas == AUTO else replace(draft, settings=_with_clipping_decided(draft))
@@ -135,8 +134,10 @@ class Draft:
 
     def refuse_unsound(self) -> None:
         """Refuse what works on no cut, before there is a model's. Raises ScheduleError and ConfigError."""
-        program, m = make_program(self, None, self.batches), self.settings.microbatches
-        check(program, self.batches, m, norms=has_norms(program))
+        batches = max(self.least, min(self.settings.window or self.shown, self.batches))
+        program, m = make_program(self, None, batches), self.settings.microbatches
+        _refuse_compile(self.settings, program)
+        check(program, batches, m, norms=has_norms(program))
         with _explained(self, has_norms(program), ties=()):
             simulate(program, m, buffer_size=self.settings.buffer_size)
 
@@ -242,6 +243,7 @@ def _verified(draft: Draft, batches: int, program: Program, cut: Cut) -> Window:
 def _sound(draft: Draft, batches: int, program: Program, cut: Cut) -> Program:
     """Check a program, and return it. Raises ScheduleError and ConfigError."""
     _refuse_unlike_rates(draft.settings, program, cut.ties)
+    _refuse_compile(draft.settings, program)
     check(program, batches, draft.settings.microbatches, cut.edges, has_norms(program), cut.ties)
     return program
 
@@ -288,11 +290,11 @@ def _explained(draft: Draft, norms: bool, ties: Ties) -> Iterator[None]:
 # What settings require of a program
 
 
-def _refuse_compile(draft: Draft) -> None:
+def _refuse_compile(settings: Settings, program: Program) -> None:
     """Refuse torch.compile of stages whose backwards are split."""
-    if draft.settings.compile and splits(draft.program):
+    if settings.compile and splits(program):
         raise ConfigError(
-            f"schedule {draft.settings.schedule} splits backwards, and compile runs them whole: leave "
+            f"schedule {settings.schedule} splits backwards, and compile runs them whole: leave "
             f"compile out, or choose a schedule without I and W"
         )
 

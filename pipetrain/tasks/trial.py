@@ -52,14 +52,18 @@ def try_task(
     `after_forward`: whether the loss has taken outputs of a forward, of which it may read more than these.
     """
     made_outputs, labels = _made_up(outputs, targets)
-    if (scored := task.classes_of(outputs)) is not None:
-        highest = classes - 1 if classes is not None and classes > scored else None
-        if (label := task.label_beyond(scored, labels) if highest is None else highest) is not None:
-            raise ConfigError(
-                f"the targets have a label {label}, and the model gives {outputs} (layer {layer}), scores of "
-                f"{scored} classes, 0 to {scored - 1}: number the classes from 0, give the last layer more "
-                f"outputs, or let the loss ignore it, by ignore_index="
-            )
+    scored = task.classes_of(outputs)
+    if classes is not None and scored is not None and scored < classes:
+        raise ConfigError(
+            f"the model gives {outputs} (layer {layer}), scores of {scored} classes, and the data set has "
+            f"{classes}: give the last layer at least {classes} outputs"
+        )
+    if scored is not None and (label := task.label_beyond(scored, labels)) is not None:
+        raise ConfigError(
+            f"the targets have a label {label}, and the model gives {outputs} (layer {layer}), scores of "
+            f"{scored} classes, 0 to {scored - 1}: number the classes from 0, give the last layer more "
+            f"outputs, or let the loss ignore it, by ignore_index="
+        )
     of = " + ".join(map(str, specs_of(as_tuple(labels))))
     where = f"task {task} cannot take the model's {outputs} (layer {layer}) with targets {of}"
     with failing(where):

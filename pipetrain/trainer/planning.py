@@ -21,7 +21,7 @@ from pipetrain.errors import ConfigError, of_all
 from pipetrain.model.chain import network_of
 from pipetrain.model.network import Network, Values
 from pipetrain.model.specs import Size, ValueSpec, as_tuple, cast_floats
-from pipetrain.plan.comparison import compare_microbatches, compare_stages
+from pipetrain.plan.comparison import compare_loss, compare_microbatches, compare_stages
 from pipetrain.plan.cost_estimate import estimate_short
 from pipetrain.plan.costs import Profile, profile_conditions, read_profile
 from pipetrain.plan.make_plan import estimate_model, make_plan
@@ -165,7 +165,8 @@ def _compare(plan: Plan, request: Arguments, network: Network, reader: Any) -> s
     """
     inputs, targets = reader.first()
     task = spare(request.task, network.model)
-    after_forward = compare_stages(plan, network, task, inputs, targets)
+    after_forward = compare_loss(plan, network, task, inputs, targets)
+    compare_stages(plan, network, inputs)
     check_targets(plan, task, targets, getattr(reader, "classes", None), after_forward)
     return compare_microbatches(plan, network, task, inputs, targets)
 

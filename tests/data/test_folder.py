@@ -132,5 +132,5 @@ def test_a_folder_that_cannot_be_listed_is_said_and_its_images_are_not_left_out(
         return listed(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    with pytest.raises(PermissionError, match=r"Permission denied: .*train/ant/more"):
+    with pytest.raises(ConfigError, match=r"train cannot be listed: PermissionError: .*train/ant/more"):
         load(str(root))

@@ -80,7 +80,7 @@ def test_nothing_frees_the_allocator_s_memory_while_a_model_is_trained():
     """On a GPU that waits for all receives that are posted. Profiling does, before the first is."""
     package = Path(pipetrain.__file__).parent
     users = [path.name for path in package.rglob("*.py") if "empty_cache" in path.read_text()]
-    assert users == ["profile.py"]
+    assert users == ["layer_profile.py"]
 
 
 def test_what_an_allocator_raises_is_known():

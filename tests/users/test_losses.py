@@ -189,6 +189,6 @@ def test_a_penalty_of_the_last_stage_s_weights_is_trained_on_two_ranks_and_of_re
             assert values == pytest.approx(wanted[1], abs=1e-12)
     for *_, error in ranks(partial(penalised, "chain")):
         assert (
-            "in one process: the loss's term of 0.weight is missing; a loss may read from the model what"
+            "the loss has a term of the weight 0.weight, and the last stage, which computes it, does not"
             in error
         )

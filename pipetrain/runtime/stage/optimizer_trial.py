@@ -135,7 +135,15 @@ def _stepped(
     for size in SIZES:
         for name, weight in named:
             weight.grad = gradients[name] * size
-        optimizer.step()
+        try:
+            optimizer.step()
+        except Exception as error:
+            if not _works_with_closure(optimizer):
+                raise
+            raise ConfigError(
+                f"the step of {type(optimizer).__name__} needs a closure, which computes a batch's loss "
+                f"again, and a pipeline has none: choose an optimizer without"
+            ) from error
         optimizer.zero_grad()
         if any(weight.grad.to_dense().any() for _, weight in named if weight.grad is not None):
             raise ConfigError(
@@ -144,3 +152,10 @@ def _stepped(
                 f"larger batches in more microbatches="
             )
     return optimizer
+
+
+def _works_with_closure(optimizer: Optimizer) -> bool:
+    with suppress(Exception):
+        optimizer.step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value]
+        return True
+    return False
