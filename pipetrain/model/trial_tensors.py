@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,12 +39,12 @@ def strided(*values: Any) -> list[Tensor]:
     return [t for t in tree_leaves(values) if isinstance(t, Tensor) and t.layout is torch.strided]
 
 
-def graph_of(*roots: Tensor, until: Sequence[Tensor] = ()) -> set[Any]:
-    """Return the autograd nodes that a backward of tensors would visit, which ends at those of `until`."""
-    nodes, todo, ends = set(), [root.grad_fn for root in roots], {tensor.grad_fn for tensor in until}
+def graph_of(*roots: Tensor) -> set[Any]:
+    """Return the autograd nodes that a backward of tensors would visit."""
+    nodes, todo = set(), [root.grad_fn for root in roots]
     while todo:
         node = todo.pop()
-        if node is not None and node not in nodes and node not in ends:
+        if node is not None and node not in nodes:
             nodes.add(node)
             todo += [before for before, _ in node.next_functions]
     return nodes
