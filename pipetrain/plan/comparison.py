@@ -153,9 +153,8 @@ def compare_loss(plan: Plan, network: Network, task: Task, inputs: Value, target
 
     def like(tensor: Tensor) -> Tensor:
         other = mode.from_tensor(tensor.detach()) if mode else tensor.detach()
-        if isinstance(tensor, nn.Parameter):
-            return in_place_of(tensor, other)
-        return other.requires_grad_() if tensor.requires_grad else other.clone()  # it may be a buffer
+        other = other.requires_grad_() if tensor.requires_grad else other.clone()  # which a forward may write
+        return in_place_of(tensor, other) if isinstance(tensor, nn.Parameter) else other
 
     names = names_by_id(model)
     here = {id(p) for p in parts[-1].parameters()}

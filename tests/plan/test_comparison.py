@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -352,6 +353,37 @@ class Advancing(nn.Module):
         if isinstance(self.numbers, torch.Generator):
             return x + torch.rand(x.shape, generator=self.numbers)
         return x * next(self.numbers)
+
+
+class CountsInArrays(nn.Module):
+    """Counts its forwards where no attribute changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.log = np.zeros(1), bytearray(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] += 1
+        self.log[0] += 1
+        return x * float(self.calls[0])
+
+
+@pytest.mark.parametrize("loss", [mse_loss, lambda outputs, y: mse_loss(outputs, y)])
+def test_a_comparison_leaves_counts_in_arrays_as_they_are(loss):
+    model = nn.Sequential(nn.Linear(6, 6), CountsInArrays(), nn.Linear(6, 6))
+    plan, network = planned(model, [2], NUMBERS)
+    calls = int(model[1].calls[0])
+    compare_loss(plan, network, Task(loss), NUMBERS, NUMBERS)
+    compare_stages(plan, network, NUMBERS)
+    assert (int(model[1].calls[0]), model[1].log[0]) == (calls, calls)
+
+
+def test_a_layer_that_cannot_be_copied_does_not_hide_what_a_loss_reads():
+    layers = [Balanced(), Balanced()]
+    layers[1].rows = (row for row in range(9))  # type: ignore[assignment]
+    says = r"keeps of its forward.*0\.inner\.weight\), which another"
+    with open(os.devnull) as layers[1].log, pytest.raises(ConfigError, match=says):  # type: ignore[assignment]
+        prove_loss_of(nn.Sequential(*layers), [1], lambda: layers[0].aux)
 
 
 def test_layers_with_generators_and_iterators_of_their_own_are_the_same_over_stages():

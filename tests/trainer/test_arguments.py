@@ -50,6 +50,21 @@ def test_a_schedule_brings_its_microbatches_and_window_and_an_argument_replaces_
     assert draft.settings.clip_grad_norm_over == ("stage" if "clip_grad_norm" in given else "auto")
 
 
+def of_one_batch(ranks, batches, microbatches):
+    return one_f_one_b(ranks, 1, microbatches)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "given"), [(of_one_batch, 2, {}), ("zb_h1", 1, {"compile": True})]
+)
+def test_a_draft_is_sound_if_what_runs_of_it_is(schedule, ranks, given):
+    """A window of a flush has one batch; in one process each I is joined with its W, which may compile."""
+    draft = read_draft(schedule, None, {"microbatches": 4, **given}, MODEL, ranks)
+    draft.refuse_unsound()
+    with pytest.raises(ConfigError, match="splits backwards, and compile runs them whole"):
+        read_draft("zb_h1", None, {"microbatches": 4, "compile": True}, MODEL, 2).refuse_unsound()
+
+
 def test_a_program_file_is_read_without_its_messages(tmp_path):
     program = one_f_one_b(2, 1, 4)
     path = tmp_path / "mine.txt"

@@ -139,12 +139,17 @@ def _source(
     target = str(spec.target)
     registered = spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)
     tensor = attrgetter(target)(model) if registered else program.constants[target]
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(
+            f"the model makes a {type(tensor).__name__} when it runs, which a trace would keep: draw from "
+            f"torch's own generator"
+        )
     if id(tensor) in names:
         return ModelTensor(names[id(tensor)], isinstance(tensor, nn.Parameter), tensor.requires_grad)
-    if not isinstance(tensor, Tensor) or tensor.requires_grad or tensor.is_meta:
+    if tensor.requires_grad or tensor.is_meta:
         raise ConfigError(
-            f"the model uses {target}, a {type(tensor).__name__} that is trained, on the meta device or no "
-            f"tensor, and no parameter or buffer of it: register it, and draw from torch's own generator"
+            f"the model uses {target}, a tensor that is trained or on the meta device, and no parameter or "
+            f"buffer of it: register it"
         )
     return Constant(target, tensor)
 

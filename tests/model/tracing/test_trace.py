@@ -101,11 +101,11 @@ REFUSED: list[tuple[Forward, str]] = [
     ),
     (lambda self, x: self.layer(x).view(3, 2, 2), r"depends on the samples .*x\.shape\[0\]"),
     (writes_a_parameter, rf"writes layer\.weight in place {HERE}"),
-    (trains_a_constant, "uses scale, a Tensor that is trained"),
+    (trains_a_constant, "uses scale, a tensor that is trained"),
     (draws_in_python, "draws from Python's .*draw by torch"),
     (
         lambda self, x: self.layer(x) + torch.rand(4, generator=torch.Generator()),
-        "a Generator that is .* no tensor|argument of type: .*Generator",  # before torch 2.13
+        "makes a Generator when|argument of type: .*Generator",  # before torch 2.13
     ),
     (has_its_own_backward, "autograd Function Seven, whose backward"),
     (lambda self, x: None, "returns None, which is no tensor"),
