@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ from pipetrain.checkpoint.tensor_reader import MODEL, Loaded, NamedTensors, open
 from pipetrain.errors import ChannelError, ConfigError, TrainingStopped, one_line
 from pipetrain.model.requirements import state_names
 from pipetrain.model.tensor_places import named_tensors
-from pipetrain.typed_json import DamagedCheckpoint
+from pipetrain.typed_json import DamagedCheckpoint, read_as
 
 AUTO = "auto"
+PIPELINE = {"cuts", "placement", "recompute"}
 
 log = logging.getLogger("pipetrain")
 
@@ -38,6 +39,25 @@ class Source:
 
     folder: Path
     manifest: Manifest
+
+    @classmethod
+    def verified(cls, folder: Path) -> Source:
+        """Read a checkpoint from anybody, and verify it. Raises DamagedCheckpoint and OtherFormat."""
+        manifest, where = read_whole(folder), str(folder / MANIFEST)
+        source = cls(folder, manifest)
+        forms = read_as(dict[str, list[Any]], manifest.conditions.get("tensors"), f"{where}: its tensors")
+        read_as(dict[str, str], manifest.conditions.get("state_dict"), f"{where}: its state_dict")
+        with source.used():
+            saved = _forms_of(source.model())
+        for name, form in forms.items():
+            if form != saved.get(name):
+                raise DamagedCheckpoint(
+                    f"{where} says that {name} is {form}, and its file has {saved.get(name, [])}"
+                )
+        position = all(0 <= number < 2**63 for number in astuple(manifest.position))
+        if not (position and manifest.pipeline.keys() >= PIPELINE):
+            raise DamagedCheckpoint(f"{where} has no pipeline and position of ours")
+        return source
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -99,7 +119,7 @@ def saved_in(folder: Path) -> Source | None:
             f"{folder} is no checkpoint: give the folder of a run, or one of its {CHECKPOINTS}/update-..."
         )
     try:
-        return Source(folder, read_whole(folder))
+        return Source.verified(folder)
     except DamagedCheckpoint as damage:
         raise ConfigError(f"{folder} is damaged: {damage}; choose another checkpoint") from damage
 
@@ -108,7 +128,7 @@ def _newest(run_dir: Path) -> Source | None:
     damaged = False
     for folder in saved_by(run_dir):
         try:
-            return Source(folder, read_whole(folder))
+            return Source.verified(folder)
         except DamagedCheckpoint as damage:
             damaged = True
             log.warning("pipetrain: checkpoint %s is damaged: %s; trying the one before", folder.name, damage)
@@ -134,12 +154,13 @@ def read_source(folder: Path) -> Source:
 def tensors_of(model: nn.Module) -> dict[str, Any]:
     """Return each tensor's dtype and shape, and the tensor of each entry of the state_dict."""
     return {
-        "tensors": {
-            name: [str(t.dtype).removeprefix("torch."), *t.shape]
-            for name, t in sorted(named_tensors(model).items())
-        },
+        "tensors": _forms_of(named_tensors(model)),
         "state_dict": state_names(model),
     }
+
+
+def _forms_of(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    return {name: [str(t.dtype).removeprefix("torch."), *t.shape] for name, t in sorted(tensors.items())}
 
 
 def transformers_config(model: nn.Module) -> dict[str, Any]:

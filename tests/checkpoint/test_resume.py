@@ -327,7 +327,7 @@ def folder(plain, tmp_path) -> Path:
 
 
 def test_the_newest_whole_one_is_taken_or_an_older_one_in_another_folder(folder, tmp_path, caplog):
-    before, older, newest = checkpoints(folder)[-3:]
+    before, forged, older, newest = checkpoints(folder)[-4:]
     (tmp_path / "link").symlink_to(folder)
     with pytest.raises(ConfigError, match=f"is older than {newest.name} in the same run_dir, from which"):
         find_source(older, tmp_path / "link")
@@ -335,11 +335,13 @@ def test_the_newest_whole_one_is_taken_or_an_older_one_in_another_folder(folder,
         assert find_source(path, run_dir) == Source(path, read_whole(path))
     (newest / "stage-1.safetensors").write_bytes(b"")
     (older / "manifest.json").unlink()
+    forge(forged, put("position", "epoch", to=-1))
     for found in (find_source("auto", folder), find_source(folder, tmp_path)):
         assert found is not None
         assert found.folder == before
     assert "update-00000012 is damaged" in caplog.text
     assert "stage-1.safetensors has another size or checksum" in caplog.text
+    assert f"{forged.name} is damaged: " in caplog.text
     with pytest.raises(ConfigError, match=r"is damaged: .* has another size"):
         find_source(newest, folder)
 

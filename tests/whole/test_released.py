@@ -70,6 +70,16 @@ def put_tensor(name: str, tensor: Tensor | None) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("harm", "says"),
     [
+        (lambda f: forge(f, put("conditions", to={})), "its tensors must be of type dict, and is None"),
+        (lambda f: forge(f, put("conditions", "tensors", to=[1])), "its tensors must be of type dict"),
+        (lambda f: forge(f, put("conditions", "tensors", "0.bias", to=[])), "a state that cannot be used: "),
+        (lambda f: forge(f, put("conditions", "state_dict", to=3)), "its state_dict must be of type dict"),
+        (lambda f: forge(f, put("pipeline", to={"cuts": [1]})), "has no pipeline and position of ours"),
+        (lambda f: forge(f, put("position", "batch", to=-1)), "has no pipeline and position of ours"),
+        (lambda f: forge(f, put("position", "batch", to=10**30)), "has no pipeline and position of ours"),
+        (put_tensor("model/0.weight", None), r"0\.weight is \['float32', 2, 2\], and its file has \[\]"),
+        (put_tensor("model/0.weight", torch.ones(1)), r"and its file has \['float32', 1\]"),
+        (put_tensor("model/0.bias", torch.ones(2, dtype=torch.int32)), r"its file has \['int32', 2\]"),
         (put_tensor("random/0/cpu", torch.ones(3)), "holds a state that cannot be used: "),
         (put_tensor("optimizer/0.bias/0", torch.ones(9)), "holds a state that cannot be used: "),
         (put_tensor("ema/0.bias", torch.ones(9)), "holds a state that cannot be used: "),
