@@ -6,7 +6,7 @@ import csv
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from io import StringIO
+from io import FileIO, StringIO
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -91,26 +91,33 @@ class Console(logging.StreamHandler[TextIO]):
 
 
 class LogFile(logging.FileHandler):
-    """A log file: on a full disk the run continues, with one warning where Python's prints tracebacks.
+    """A log file that holds lines which cannot be written; Python's would print a traceback.
 
     It stays open, so it moves with its folder when that is renamed.
     """
 
-    _failed = False
-
     def __init__(self, filename: str) -> None:
-        super().__init__(filename, delay=True, errors="backslashreplace")
+        super().__init__(filename, delay=True)
+        self._file: FileIO | None = None
+        self._kept = b""
+        self._failed = False
 
     def emit(self, record: logging.LogRecord) -> None:
+        self._kept += f"{self.format(record)}\n".encode(errors="backslashreplace")
+        before = self._failed
         try:
-            super().emit(record)
-        except OSError:  # of opening it
-            self.handleError(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            super().handleError(record)
-        elif not self._failed and record.levelno < logging.ERROR:  # after an error, the run ends
+            if self._file is None:
+                self._file = FileIO(self.baseFilename, "a")
+            while self._kept:
+                self._kept = self._kept[self._file.write(self._kept) :]
+            self._failed = False
+        except OSError as error:
             self._failed = True
-            warn(Path(self.baseFilename), error)  # which is logged here too
+            if not before and record.levelno < logging.ERROR:  # after an error, the run ends
+                warn(Path(self.baseFilename), error)  # this line is logged here too, and held
+
+    def close(self) -> None:
+        super().close()
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()

@@ -52,7 +52,7 @@ def log(tmp_path) -> Iterator[logging.Logger]:
     handler.close()
 
 
-def test_a_log_that_cannot_be_written_is_said_once_without_a_traceback(log, tmp_path, caplog, capfd):
+def test_a_log_keeps_the_lines_that_it_cannot_write_and_prints_no_traceback(log, tmp_path, caplog, capfd):
     path = tmp_path / "run.log"
     log.warning("first")
     with full_disk():
@@ -60,8 +60,14 @@ def test_a_log_that_cannot_be_written_is_said_once_without_a_traceback(log, tmp_
             log.warning("line %d, %s", number, 50 * "long ")
     assert path.read_text() == "first\n"
     log.warning("last")
-    assert path.read_text().splitlines()[-1] == "last"
-    assert said(caplog).count(SAID.format(path, "File too large")) == 1
+    first, *lines, last = path.read_text().splitlines()
+    warning = SAID.format(path, "File too large")
+    assert (first, last) == ("first", "last")
+    assert [line.split(",")[0] for line in lines if line != warning] == [f"line {n}" for n in range(200)]
+    assert lines.count(warning) == said(caplog).count(warning) == 1
+    with full_disk():
+        log.warning("again")
+    assert said(caplog)[-2:] == [warning, "again"]
     assert capfd.readouterr() == ("", "")
 
 
