@@ -23,7 +23,6 @@ from pipetrain.model.requirements import own_dtype, require_module
 from pipetrain.model.specs import Value
 from pipetrain.plan.staleness_advice import settled
 from pipetrain.plan.verification import Draft
-from pipetrain.rules import Rule, kept
 from pipetrain.runtime.stage.optimizer_trial import trial_optimizer, try_optimizer
 from pipetrain.runtime.stage.parameter_store import OptimizerFactory
 from pipetrain.schedule.actions import Schedule, parse_program
@@ -41,12 +40,6 @@ _ARGUMENTS = (  # beside the options
     "model", "loss", "optimizer", "schedule", "task", "metrics", "weight", "param_groups", "lr_schedule",
     "sample", "targets", "weights",
 )  # fmt: skip
-
-
-_TARGETS = Rule(
-    "the name of the targets in a batch, as in targets='label', or names",
-    lambda key, value: kept(value, bool(value) and all(isinstance(name, str) for name in value)),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +150,14 @@ def read_targets(targets: str | Sequence[str] | None, task: Task) -> NamedTarget
 
 
 def _names_of(targets: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
-    names = tuple(targets) if isinstance(targets, list | tuple) else targets
-    return None if names is None else _TARGETS.read("targets", names)
+    if targets is None or (isinstance(targets, str) and targets):
+        return targets
+    names = tuple(targets) if isinstance(targets, list | tuple) else ()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"targets={targets!r} must be the name of the targets in a batch, as in targets='label', or names"
+        )
+    return names
 
 
 def read_draft(

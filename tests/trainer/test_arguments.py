@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -16,6 +18,7 @@ from pipetrain.trainer.arguments import (
     read_optimizer,
     read_options,
     read_schedule,
+    read_targets,
     read_task,
 )
 
@@ -106,3 +109,13 @@ def test_a_task_is_itself_and_a_function_makes_a_model_without_numbers():
 def test_what_is_no_argument_is_refused(call, says):
     with pytest.raises(ConfigError, match=says):
         call()
+
+
+@pytest.mark.parametrize(
+    "targets", ["", [], 5, b"label", ["label", 1], {"first", "second"}, {"label": 1}, iter(["label"])]
+)
+def test_targets_are_a_name_or_names_in_an_order(targets):
+    """A set has another order in each process."""
+    with pytest.raises(ConfigError, match=re.escape(f"targets={targets!r} must be the name")) as raised:
+        read_targets(targets, Classification())
+    assert raised.type is ConfigError
