@@ -87,6 +87,8 @@ def failing(where: str, hint: str = "") -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        kind = "" if type(error) in (TypeError, ValueError, RuntimeError) else type(error).__name__
+        ours = type(error).__module__.startswith("pipetrain.")  # such as NotMade, which is no word of users
+        plain = ours or type(error) in (TypeError, ValueError, RuntimeError)
+        kind = "" if plain else type(error).__name__
         said = ": ".join(filter(None, (kind, one_line(error)))) or type(error).__name__
         raise ConfigError(f"{where}: {said}{hint}") from error

@@ -84,8 +84,8 @@ def number(words: str, holds: Callable[[float], bool]) -> Rule:
 def instance_of(kind: type[_T], key: str, value: Any) -> _T:
     """Return a value of this class. Raises ConfigError for another."""
     if not isinstance(value, kind):
-        name = f"{kind.__module__}.{kind.__name__}"
-        raise ConfigError(f"{key} must be a {name}; got {type(value).__name__}")
+        package = ".".join(kind.__module__.split(".")[:2])
+        raise ConfigError(f"{key} must be a {package}.{kind.__name__}; got {type(value).__name__}")
     return value
 
 
@@ -113,15 +113,9 @@ def text(words: str) -> Rule:
     return Rule(words, lambda key, value: kept(value, isinstance(value, str) and value != ""))
 
 
-def callable_rule(words: str = "a function") -> Rule:
-    """Return the rule for something that can be called."""
-    return Rule(words, lambda key, value: kept(value, callable(value)))
-
-
 COUNT = whole(1)
 POSITIVE = number("a finite number above 0", lambda value: 0 < value < math.inf)
 SHARE = number("a number from 0 to below 1", lambda value: 0 <= value < 1)
-FUNCTION = callable_rule()
 BOOL = Rule("true or false", lambda key, value: kept(value, isinstance(value, bool)))
 PATH = Rule(
     "the path of a file or a folder",

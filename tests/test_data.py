@@ -92,7 +92,7 @@ def test_a_data_set_is_two_splits_or_a_source_of_both():
     [
         ({}, "data=own has no train: give data.source, a function that returns both splits, or"),
         ({**SPLITS, "train": made_by("numbers", n=0)}, "data.train has no sample"),
-        ({**SPLITS, "train": made_by("nmbers")}, "data.train cannot be made: "),
+        ({**SPLITS, "train": made_by("nmbers")}, "data.train cannot be made: ImportError: "),
         ({**SPLITS, "train": "numbers"}, "data.train needs a _target_: the dotted name of what makes it"),
         (
             {**SPLITS, "train": {"_target_": "builtins.open", "file": "nowhere.jsonl"}},

@@ -22,11 +22,9 @@ from pipetrain.instantiate import NotMade, RefersToNothing, located, make
 from pipetrain.model import deferred_init
 from pipetrain.model.requirements import require_module
 from pipetrain.model.specs import specs_of
-from pipetrain.rules import BOOL, FUNCTION, POSITIVE, Misfit, callable_rule, decoded, instance_of
+from pipetrain.rules import BOOL, POSITIVE, Misfit, decoded, instance_of
 from pipetrain.schedule.actions import Schedule
 from pipetrain.tasks import Mean, Metric, Task
-
-_SCHEDULE = callable_rule("a function; its YAML needs `_partial_: true` beside `_target_`")
 
 
 def build(cfg: Mapping[str, Any], group: str) -> Any:
@@ -83,8 +81,10 @@ def _refuse_unknown(key: str, node: Mapping[str, Any]) -> None:
 
 def make_schedule(cfg: Mapping[str, Any]) -> Schedule:
     """Return the program function that `cfg.schedule` names. Raises ConfigError."""
-    schedule = build(cfg, "schedule")
-    return _SCHEDULE.read("schedule", schedule)  # type: ignore[no-any-return]
+    schedule: Schedule = build(cfg, "schedule")
+    if not callable(schedule):
+        raise ConfigError("schedule must be a function; its YAML needs `_partial_: true` beside `_target_`")
+    return schedule
 
 
 def make_task(cfg: Mapping[str, Any]) -> Task:
@@ -144,7 +144,9 @@ def build_function(key: str, node: object) -> Any:
     function = build_node(key, node, partial=True)
     if isinstance(function.func, type):
         function = build_node(key, node)
-    return function if isinstance(function, Metric) else FUNCTION.read(key, function)
+    if not callable(function) and not isinstance(function, Metric):
+        raise ConfigError(f"{key} must be a function; got {type(function).__name__}")
+    return function
 
 
 def model_of(cfg: Mapping[str, Any], seed: int) -> nn.Module | Callable[[], nn.Module]:

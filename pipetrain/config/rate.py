@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from pipetrain.errors import ConfigError, one_line
-from pipetrain.rules import callable_rule
 
 Rate = Callable[[int], float]
 """(update 0, 1, 2, ...) -> the learning rate, as a fraction of its peak."""
@@ -35,12 +34,6 @@ class LearningRate:
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
 
 
-_FUNCTION = callable_rule(
-    "a function of the update (0, 1, ...) that returns a fraction of the optimizer's rate, or of an "
-    "optimizer that returns a torch scheduler of it; for a constant rate give the optimizer lr="
-)
-
-
 def asked_rate(schedule: Any, shown: str, optimizer: Optimizer) -> LearningRate:
     """Return the rates for `lr_schedule=` of a program, tried on an optimizer. Raises ConfigError."""
     if schedule is None:
@@ -51,7 +44,12 @@ def asked_rate(schedule: Any, shown: str, optimizer: Optimizer) -> LearningRate:
             f"lr_schedule= is a {name} of one optimizer, and each stage has its own: give the function that "
             f"makes it, lr_schedule=lambda optimizer: {name}(optimizer, ...)"
         )
-    _FUNCTION.read("lr_schedule", schedule)
+    if not callable(schedule):
+        raise ConfigError(
+            f"lr_schedule={schedule!r} must be a function of the update (0, 1, ...) that returns a fraction "
+            f"of the optimizer's rate, or of an optimizer that returns a torch scheduler of it; for a "
+            f"constant rate give the optimizer lr="
+        )
     try:
         return LearningRate(learning_rate(schedule, 0.0, 1), shown)
     except ConfigError as error:

@@ -80,7 +80,9 @@ class _Call(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 random.seed(self._seed)
                 np.random.seed(self._seed % 2**32)
                 if not isinstance(model := factory(), nn.Module):
-                    raise TypeError(f"it must return an nn.Module, not {type(model).__name__}")
+                    raise ConfigError(
+                        f"the model's factory must return an nn.Module, not {type(model).__name__}"
+                    )
                 return model
         finally:
             hook.remove()

@@ -182,7 +182,7 @@ def test_a_group_without_a_target_is_refused(group):
         (
             "task",
             ["task._target_=builtins.dict", "~task.label_smoothing"],
-            "task must be a pipetrain.tasks.task.T",
+            "task must be a pipetrain.tasks.Task; got dict",
         ),
         (
             "task",
@@ -190,7 +190,7 @@ def test_a_group_without_a_target_is_refused(group):
             "label_smoothing=0.1 has no effect on pipetrain",
         ),
         ("task", [L1, "label_smoothing=0.1"], "label_smoothing=0.1 has no effect on torch.nn.L1Loss, which"),
-        ("task", ["+loss._target_=builtins.dict"], "loss={} must be a function"),
+        ("task", ["+loss._target_=builtins.dict"], "loss must be a function; got dict"),
         ("task", [L1, "+loss.colour=red"], "loss cannot be built: torch.nn.L1Loss takes no colour; leave it"),
         ("task", ["+metrics.best=acc"], "metrics.best needs a _target_: the dotted name of what builds it"),
         ("task", ["+metrics=3"], "metrics=3 must be functions by name"),

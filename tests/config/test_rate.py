@@ -76,7 +76,7 @@ def test_a_program_gives_a_function_or_nothing():
     assert asked_rate(halving, "a", optimizer) == LearningRate(shown="a", scheduler=halving)
     for junk, says in {
         0.1: r"lr_schedule=0.1 must be a function of the update \(0, 1, ...\) that returns a fraction",
-        "cosine": "lr_schedule=cosine must be a function",
+        "cosine": "lr_schedule='cosine' must be a function",
         halving(optimizer): r"is a StepLR of one .* lr_schedule=lambda optimizer: StepLR\(optimizer",
         StepLR: "lr_schedule fails for update 0: TypeError: .*'step_size'; and of an optimizer: .*'step",
         ReduceLROnPlateau: "gives a ReduceLROnPlateau, which cannot be .* it needs a loss; make it in the ",
@@ -86,8 +86,9 @@ def test_a_program_gives_a_function_or_nothing():
         ): "lr_schedule gives -1.0 for update 0; it must give a finite number of at least 0",
         (lambda update: [1][update + 1]): "fails for update 0: IndexError: ",
     }.items():
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=says) as raised:
             asked_rate(junk, "a", optimizer)
+        assert raised.type is ConfigError
 
 
 def test_a_function_of_the_update_is_taken_as_it_is_after_a_trial():

@@ -230,7 +230,7 @@ def another_each_time():
 @pytest.mark.parametrize(
     ("factory", "sentence"),
     [
-        (lambda: 3, "called to make the model, failed: it must return an nn.Module, not int"),
+        (lambda: 3, "^the model's factory must return an nn.Module, not int$"),
         (lambda: Looks(3, 3), "<lambda>, called to make the model, failed: .* if it needs"),
         (another_each_time(), "0.weight of the model has no numbers when .* is called again"),
     ],

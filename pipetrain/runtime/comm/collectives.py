@@ -298,7 +298,7 @@ class StopListeners:
     """Threads that receive that another rank has stopped, and why, or notice that it is lost.
 
     All send to rank 0, which sends to the others: so all name the first rank. `ranks`: for these threads
-    alone, see `Ranks.aside`; `lost`: called with the rank and why.
+    alone, see `Ranks.for_thread`; `lost`: called with the rank and why.
     """
 
     def __init__(self, ranks: Ranks, lost: Callable[[int, str], None]) -> None:
