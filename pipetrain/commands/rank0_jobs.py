@@ -166,7 +166,7 @@ def obtain_data(cfg: DictConfig, dtype: torch.dtype) -> tuple[DictConfig, Data]:
     """
     fallback = cfg.data.get("fallback")
     if fallback is not None:
-        chosen("data.fallback", "data", fallback)  # refuses another name
+        chosen("data.fallback", "data", fallback, ", or null")  # refuses another name
     try:
         return cfg, load_data(values_of(cfg.data), dtype)
     except DataMissing as error:

@@ -60,10 +60,10 @@ def shipped(group: str, name: object) -> dict[str, Any] | None:
     return yaml.safe_load(path.read_text()) if isinstance(name, str) and path.is_file() else None
 
 
-def chosen(key: str, group: str, name: object) -> dict[str, Any]:
+def chosen(key: str, group: str, name: object, or_else: str = "") -> dict[str, Any]:
     """Return what conf/ has by a name of a group, which was given as `key`. Raises ConfigError."""
     if (values := shipped(group, name)) is None:
-        raise ConfigError(f"{key}={name} is unknown; choose one of {', '.join(names_of(group))}")
+        raise ConfigError(f"{key}={name} is unknown; choose one of {', '.join(names_of(group))}{or_else}")
     return values
 
 
