@@ -22,6 +22,7 @@ from typing import Any
 
 import hydra
 from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -201,6 +202,12 @@ def composed(name: str, words: Sequence[str]) -> DictConfig:
 def _refuse_unread_keys(cfg: DictConfig, name: str) -> None:
     content: Any = OmegaConf.to_container(cfg, resolve=False)
     _refuse_unread(content, name, str(content))
+
+
+def overrides(kind: str = "task") -> list[str]:
+    """Return the job's overrides as written: a `${...}` in one refers to the configuration, not to them."""
+    words: Any = OmegaConf.to_container(getattr(HydraConfig.get().overrides, kind), resolve=False)
+    return words  # type: ignore[no-any-return]
 
 
 def as_mapping(cfg: DictConfig) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from pipetrain.commands.cli import compose, values_of
+from pipetrain.commands.cli import compose, overrides, values_of
 from pipetrain.config.choices import conf_dir
 from pipetrain.config.placement import RULES, places_of, processes, spans
 from pipetrain.errors import ConfigError
@@ -86,7 +86,7 @@ def show(cfg: DictConfig, progress: _Progress) -> None:
     """Print the plan of a configuration, or the table of several schedules. Raises ConfigError."""
     advise, several = BOOL.read("advise", cfg.advise), cfg.compare is not None
     by_costs = advise or (several and (cfg.costs or _has_model()))
-    named = [word for word in HydraConfig.get().overrides.task if word.startswith("schedule=")]
+    named = [word for word in overrides() if word.startswith("schedule=")]
     drawn = [key for key in ("out", "span") if cfg[key] is not None]
     if cfg.costs is not None and _has_model():
         raise ConfigError(
@@ -201,8 +201,7 @@ def show_advice(cfg: DictConfig, progress: _Progress) -> None:
         raise ConfigError("advise=true compares pipelines, and one stage is none: choose stages=2 or more")
     timed = cfg.costs is not None or isinstance(cfg.partition, DictConfig)  # of microbatches of one size
     configurations, notes = _configurations(cfg, *[f"microbatches={cfg.microbatches}"] * timed)
-    words = HydraConfig.get().overrides.task
-    free = not timed and not any(word.startswith("microbatches=") for word in words)
+    free = not timed and not any(word.startswith("microbatches=") for word in overrides())
     by_name = {
         name: (
             alternatives(configuration, stages * free),
@@ -260,7 +259,7 @@ def _configurations(cfg: DictConfig, *more: str) -> tuple[dict[str, tuple[DictCo
 
     `more`: words of all. Raises ConfigError.
     """
-    words, names = list(HydraConfig.get().overrides.task), _names(cfg)
+    words, names = overrides(), _names(cfg)
     options, configurations = _options(words, names), {}
     notes = (
         f"{word.lstrip('+')} is for {', '.join(schedules)}\n"
@@ -293,8 +292,7 @@ def _options(words: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]
 
 def _has_model() -> bool:
     """Return whether the command line names a model."""
-    words = HydraConfig.get().overrides.task
-    return any(word.lstrip("+").startswith(("model", "experiment=")) for word in words)
+    return any(word.lstrip("+").startswith(("model", "experiment=")) for word in overrides())
 
 
 def _batches(cfg: DictConfig) -> int:
@@ -347,7 +345,7 @@ def _names(cfg: DictConfig) -> list[str]:
 
 def _places(cfg: DictConfig) -> Placement:
     """Return the ranks of each place in a program. Raises ConfigError."""
-    given: Any = OmegaConf.to_object(cfg)
+    given = values_of(cfg)
     values = {key: rule.read(key, given[key], null=True) for key, rule in RULES.items()}
     if values["replicas"] == "auto":
         raise ConfigError("compare= needs the ranks of each stage: give replicas= in numbers")

@@ -23,7 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from pipetrain.checkpoint.resume import Source, find_source
-from pipetrain.commands.cli import as_mapping, compose, contained, quoted, values_of
+from pipetrain.commands.cli import as_mapping, compose, contained, overrides, quoted, values_of
 from pipetrain.commands.job import Job, Parts, train_job
 from pipetrain.commands.start import Start, as_json, refuse_few_layers
 from pipetrain.config.choices import chosen, conf_dir
@@ -133,7 +133,7 @@ def run_job(composed: DictConfig, start: Start) -> None:
         start.doing = "read the data set"
         used, data = obtain_data(cfg, settings.dtype)
         if used is not cfg:  # it has fallen back on another data set, with options of its own
-            words = [*hydra.overrides.task, *hydra.overrides.hydra]
+            words = [*overrides(), *overrides("hydra")]
             if not any("run_dir=" in word or "run.dir=" in word for word in words):
                 run_dir = folder.rename_after(run_dir, cfg.data.name, used.data.name)
                 used.run_dir = str(run_dir)

@@ -51,6 +51,13 @@ def test_batches_are_played_through_instead_of_the_window(run):
         assert f"window of {batches} batch" in out
 
 
+def test_what_words_refer_to_is_not_read_until_it_is_needed(run):
+    for word in ("run_dir=runs/${oc.env:NO_SUCH}", "checkpoint.keep=${.every}"):
+        for more in ((), ("advise=true", "compare=[1f1b,gpipe]")):
+            status, _, err = run("model=mlp", word, *more)
+            assert (status, err) == (0, "")
+
+
 REFUSED = [
     (["out=x.pdf"], "a timeline is written as .svg or .png; got x.pdf\n"),
     (["schedule=foo"], "there is no schedule/foo: choose one of 1f1b, "),
@@ -66,6 +73,8 @@ REFUSED = [
     (["span=9-3"], "span='9-3' must be all, or from which cell to which, such as 0-40"),
     (["compare=[1f1b,foo]"], "compare=[1f1b,foo] must be all, or some of 1f1b, "),
     (["compare=[]"], "compare=[] must be all, or some of 1f1b, "),
+    (["batch_size=${model.width}"], "batch_size cannot be read: Interpolation key 'model.width' not found"),
+    (["model.width=${oc.env:NO_SUCH}"], "model cannot be built: KeyError raised while resolving interpola"),
     (["replicas=auto"], "replicas=auto chooses for a number of ranks: give ranks=N"),
     (["replicas=auto", "ranks=3", "partition=profile"], "replicas=auto needs measured times: give partiti"),
     (["compare=[1f1b]", "replicas=auto"], "no schedule can be planned with these settings: replicas=auto ch"),

@@ -227,6 +227,13 @@ def train_here(monkeypatch, folder: Path, *words: str) -> None:
         GlobalHydra.instance().clear()
 
 
+def test_a_word_may_refer_to_an_option_beside_it_where_another_data_set_is_taken(monkeypatch, tmp_path):
+    words = ["data.source.url=http://127.0.0.1:9/", f"data.root={tmp_path}", "logger=[]"]
+    few = [word for word in FEW if word != "data=digits"]
+    train_here(monkeypatch, tmp_path, *few, *words, "checkpoint.keep=${.every}")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["data"] == "digits"
+
+
 def test_sigterm_ends_a_sweep_after_the_run_that_it_stops(monkeypatch, tmp_path):
     monkeypatch.setattr(Recorder, "tick", lambda *_: signal.raise_signal(signal.SIGTERM))
     train_here(monkeypatch, tmp_path, *SMALL, "epochs=9", "logger=[]", "seed=1,2", "--multirun")
