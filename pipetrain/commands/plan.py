@@ -123,12 +123,12 @@ def show_plan(cfg: DictConfig, batches: int) -> None:
 
     plan = planned(values_of(cfg), str(HydraConfig.get().runtime.choices["schedule"]), batches)
     span = None if cfg.span is None else SPAN.read("span", cfg.span)
-    out = cfg.out and Path(str(cfg.out))
+    out = None if cfg.out is None else Path(str(cfg.out))
+    rows = str(cfg.out).endswith(".csv")
     _say_draft(cfg)
     if cfg.costs and out is None and span is None:
         write_rows(plan, sys.stdout)
         return
-    rows = out and out.suffix == ".csv"
     if out is not None:
         try:
             if rows:
@@ -141,7 +141,7 @@ def show_plan(cfg: DictConfig, batches: int) -> None:
     room = gpu_bytes(plan.settings.device)
     print(describe(plan, get_terminal_size((100, 24)).columns, span, room), end="")
     if out is not None:
-        print(f"\n{'a row a stage' if rows else 'timeline drawn'} in {out}")
+        print(f"\n{'a row a stage' if rows else 'timeline drawn'} in {cfg.out}")
 
 
 def _say_draft(cfg: DictConfig) -> None:

@@ -59,6 +59,7 @@ def test_what_words_refer_to_is_not_read_until_it_is_needed(run):
 
 
 REFUSED = [
+    (["out=0"], "a timeline is written as .svg or .png; got 0\n"),
     (["out=x.pdf"], "a timeline is written as .svg or .png; got x.pdf\n"),
     (["schedule=foo"], "there is no schedule/foo: choose one of 1f1b, "),
     (["memory_limit=0.001"], "memory_limit=0.001 is too small: rank 0 is predicted to hold 0.00"),
@@ -137,6 +138,7 @@ def test_costs_of_one_s_own_need_no_model_and_a_plan_is_a_row_a_stage(run, tmp_p
     """Sixteen layers of one millisecond and two, on 16 ranks: a batch of m takes 3 (m + 15) ms by 1f1b."""
     lines = ["name,forward_ms,backward_ms", *(f"layer{n},1,2" for n in range(16))]
     (tmp_path / "mine.csv").write_text("\n".join(lines))
+    (tmp_path / "folder").mkdir()
     words = ["costs=mine.csv", "stages=16", "microbatches=8"]
     status, out, err = run(*words)
     rows = list(csv.DictReader(out.splitlines()))
@@ -144,10 +146,10 @@ def test_costs_of_one_s_own_need_no_model_and_a_plan_is_a_row_a_stage(run, tmp_p
     assert {row["batch_ms"] for row in rows} == {"69"}
     assert {row["bubble"] for row in rows} == {f"{15 / 23:.6g}"}
     assert [row["activations"] for row in rows] == [str(min(16 - n, 8)) for n in range(16)]
-    status, text, _ = run(*words, "out=plan.csv")
+    status, text, _ = run(*words, "out=./folder/.csv")
     assert text.startswith("mine, schedule 1f1b: 16 stages on 16 ranks, batch 8 in 8 microbatches")
-    assert text.endswith("\na row a stage in plan.csv\n")
-    assert (tmp_path / "plan.csv").read_text() == out
+    assert text.endswith("\na row a stage in ./folder/.csv\n")
+    assert (tmp_path / "folder" / ".csv").read_text() == out
     table = rows_of(run(*words, "compare=[1f1b,gpipe]")[1])
     assert table["schedule"][:4] == ["microbatches", "ms an update", "x 1f1b", "bubble"]
     assert [row[:4] for name, row in table.items() if name != "schedule"] == [
