@@ -84,10 +84,6 @@ class _Progress:
 
 def show(cfg: DictConfig, progress: _Progress) -> None:
     """Print the plan of a configuration, or the table of several schedules. Raises ConfigError."""
-    advise, several = BOOL.read("advise", cfg.advise), cfg.compare is not None
-    by_costs = advise or (several and (cfg.costs or _has_model()))
-    named = [word for word in overrides() if word.startswith("schedule=")]
-    drawn = [key for key in ("out", "span") if cfg[key] is not None]
     if cfg.costs is not None and _has_model():
         raise ConfigError(
             "costs= stands in place of a model: leave model= out, or give the model's times by "
@@ -97,7 +93,12 @@ def show(cfg: DictConfig, progress: _Progress) -> None:
         raise ConfigError("bandwidth= is for costs=FILE: of a model, partition.profile=FILE has it")
     if cfg.ranks is not None and cfg.replicas != "auto":
         show_replicas(cfg)
-    elif not (advise or several):
+        return
+    advise, several = BOOL.read("advise", cfg.advise), cfg.compare is not None
+    by_costs = advise or (several and (cfg.costs or _has_model()))
+    named = [word for word in overrides() if word.startswith("schedule=")]
+    drawn = [key for key in ("out", "span") if cfg[key] is not None]
+    if not (advise or several):
         show_plan(cfg, _batches(cfg))
     elif by_costs and named:
         raise ConfigError(
@@ -154,7 +155,8 @@ def _say_draft(cfg: DictConfig) -> None:
 
 def _cells(text: str) -> tuple[int, int]:
     """Return the first and last cell of the timeline to draw. Raises ValueError."""
-    first, last = map(int, text.split("-"))
+    ends = re.fullmatch(r"(\d+)-(\d+)", text)
+    first, last = map(int, ends.groups() if ends else ())
     return kept((first, last), first < last)  # type: ignore[no-any-return]
 
 

@@ -72,6 +72,8 @@ REFUSED = [
     (["cost=trace.json"], "there is no cost in the configuration; "),
     (["batches=100000000"], "batches=100000000 must be a whole number of at least 1 and at most 1000"),
     (["span=9-3"], "span='9-3' must be all, or from which cell to which, such as 0-40"),
+    (["span='0 - 10'"], "span=0 - 10 must be all, or from which cell to which, such as 0-40"),
+    (["span='+0-1_0'"], "span=+0-1_0 must be all, or from which cell to which, such as 0-40"),
     (["compare=[1f1b,foo]"], "compare=[1f1b,foo] must be all, or some of 1f1b, "),
     (["compare=[]"], "compare=[] must be all, or some of 1f1b, "),
     (["batch_size=${model.width}"], "batch_size cannot be read: Interpolation key 'model.width' not found"),
@@ -155,6 +157,8 @@ def test_costs_of_one_s_own_need_no_model_and_a_plan_is_a_row_a_stage(run, tmp_p
     assert [row[:4] for name, row in table.items() if name != "schedule"] == [
         ["8", "69.00", "1.00", "65.2%"]
     ] * 2
+    of_ranks = run("costs=mine.csv", "ranks=4", "bandwidth=1")
+    assert run("costs=mine.csv", "ranks=4", "bandwidth=1", "advise=null") == of_ranks == (0, of_ranks[1], "")
     # Without times it is in units of work, as the timeline is.
     assert run("model=mlp", "out=work.csv")[0] == 0
     rows = list(csv.DictReader((tmp_path / "work.csv").read_text().splitlines()))
