@@ -39,11 +39,12 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser, parse_args, run
 from yaml import YAMLError, safe_load
 
-from pipetrain.commands.cli import in_order
+from pipetrain.commands.cli import composed, in_order, values_of
 from pipetrain.commands.help_text import completion
+from pipetrain.commands.start import refuse_few_layers
 from pipetrain.config import placement as placing
 from pipetrain.config.placement import RULES
-from pipetrain.config.settings import share_of_cores
+from pipetrain.config.settings import Settings, cores, share_of_cores
 from pipetrain.errors import ConfigError
 from pipetrain.exit import ENDED, FAILED, guarded, leave
 from pipetrain.rules import decoded, whole
@@ -78,6 +79,10 @@ def _main(words: Sequence[str]) -> int:
     count = processes(of_ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(share_of_cores(count)))
     if not any(word.startswith("--nproc") for word in of_torchrun):
+        plain = not of_torchrun and not any(word.startswith("-") for word in of_ranks)
+        if count > cores() and plain:  # so many take long to start
+            cfg = values_of(composed("config", of_ranks))
+            refuse_few_layers(cfg, len(Settings.composed(cfg, "", count).places))
         of_torchrun.append(f"--nproc_per_node={count}")
     if not any(word.startswith(("--nnodes", "--rdzv", "--master", "--standalone")) for word in of_torchrun):
         # Not --standalone, whose rendezvous unpickles what anybody on this machine writes to its store.

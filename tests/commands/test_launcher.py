@@ -79,7 +79,8 @@ TWO_NODES = "--nnodes=2 --rdzv_endpoint=a:1 --nproc-per-node=2"
 def test_processes_and_threads(monkeypatch, words, environment, gpus, arguments, threads):
     started = []
     monkeypatch.setattr(launcher, "start", lambda given: started.append(" ".join(given)) or 7)
-    monkeypatch.setattr(settings, "cores", lambda: 4)
+    for module in (settings, launcher):
+        monkeypatch.setattr(module, "cores", lambda: 4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(os, "environ", dict(environment))
     assert launcher.main(words.split()) == 7
@@ -98,6 +99,18 @@ def test_only_this_machine_reaches_its_store(monkeypatch):
 
     monkeypatch.setattr(launcher, "start", start)
     assert launcher.main(["model=mlp"]) == 7
+
+
+def test_more_processes_than_the_model_has_layers_are_not_started(monkeypatch, capfd):
+    monkeypatch.setattr(launcher, "start", lambda given: 7)
+    monkeypatch.setattr(launcher, "cores", lambda: 4)
+    assert launcher.main(["stages=12", "model=mlp"]) == 2
+    assert capfd.readouterr().err.startswith(
+        "pipetrain: stages=12 needs at least as many layers, but the model has 6"
+    )
+    assert launcher.main(["stages=4", "model=mlp", "model.depth=3"]) == 7  # its ranks refuse as fast
+    assert launcher.main(["replicas=[6,6]", "model=mlp"]) == 7
+    assert launcher.main(["--cfg", "job", "stages=12", "model=mlp"]) == 7
 
 
 def test_what_is_no_option_is_refused_before_a_process_starts(monkeypatch, capfd):
