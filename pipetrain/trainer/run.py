@@ -223,6 +223,8 @@ class Run:
             listener.after_epoch(ranks)
         if cut:  # a longer training goes on with it
             self._leave_epoch()
+        # So that no rank's next epoch has the time in which another still records this one.
+        self.groups.gather("the end of the epoch's records", None)
 
     def finish(self) -> None:
         """Let this epoch be the last one."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from pipetrain.errors import TrainingStopped
 from pipetrain.model.specs import Size
 from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.microbatch_feed import FeedSettings, WindowPart
+from pipetrain.trainer import run as run_module
 from tests.support.cases import Case, Listener, RankRun, Run, make_run, rank_run, state_of
 from tests.support.thread_ranks import LocalLinks, Wire, run_in_threads
 
@@ -92,6 +95,21 @@ def test_an_epoch_counts_its_samples_what_its_stages_did_and_the_losses_of_its_u
         *three, last = epoch.losses.values()
         assert epoch.trained["loss"] == pytest.approx((12 * sum(three) + 8 * last) / 44, rel=1e-12)
         assert list(coarse.losses.values()) == pytest.approx([sum(three) / 3, last], rel=1e-12)
+
+
+def test_no_rank_s_epoch_has_the_time_in_which_rank_0_records_the_one_before(monkeypatch):
+    """The clock stands still but while the recorder writes, when another rank could begin."""
+    now = [0.0]
+
+    class Slow(Listener):
+        def epoch(self, *record: Any) -> None:
+            time.sleep(0.2)
+            now[0] += 1.0
+            super().epoch(*record)
+
+    monkeypatch.setattr(run_module, "time", SimpleNamespace(perf_counter=lambda: now[0], time=time.time))
+    _, epochs = run_in_threads(Case("1f1b", 2, (NORM, "microbatches=2", "epochs=3")), Slow())
+    assert [(epoch.train_s, epoch.eval_s) for epoch in epochs] == [(0.0, 0.0)] * 3
 
 
 @pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 1), ("pipedream", 1), ("1f1b", 2)])
