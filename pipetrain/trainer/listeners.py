@@ -21,14 +21,13 @@ from pipetrain.errors import ChannelError, TrainingStopped
 from pipetrain.exit import terminate
 from pipetrain.model.specs import Size
 from pipetrain.records.history import About, RankRecords
-from pipetrain.records.progress_bar import Bar
 from pipetrain.records.recorder import Recorder
 from pipetrain.records.tracer import Tracer
-from pipetrain.runtime.session import Session
 from pipetrain.runtime.window_record import NO_HOOKS, WindowHooks
 from pipetrain.schedule.actions import Action, Op, parse_action
 from pipetrain.schedule.check import check
 from pipetrain.signals import STOPS, Signals, name_of, status_after
+from pipetrain.trainer.progress import ShowsProgress
 from pipetrain.trainer.run import Run
 from pipetrain.trainer.window_loop import Listener, Pass, WindowResult
 from pipetrain.trainer.window_stop import WindowStop
@@ -36,20 +35,6 @@ from pipetrain.trainer.window_stop import WindowStop
 log = logging.getLogger("pipetrain")
 
 STOP = "stop"
-
-
-class ShowsProgress(Listener):
-    """Shows the steps of each pass, but for windows of less than `least` batches."""
-
-    def __init__(self, shown_by: Bar | Recorder, session: Session, least: int = 1) -> None:
-        self._shown_by, self._least = shown_by, least
-        self._replicas = len(session.plan.placement[min(session.stages)])
-
-    def before_window(self, of: Pass, sizes: Sequence[Size]) -> WindowHooks:
-        if len(sizes) < self._least:
-            return NO_HOOKS
-        total = len(sizes) if of.trains else -(-len(sizes) // self._replicas)  # the first has the most
-        return WindowHooks(progress=(partial(self._shown_by.tick, of.title or of.kind, of.shown or total),))
 
 
 class Records(ShowsProgress):

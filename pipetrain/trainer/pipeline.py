@@ -52,7 +52,7 @@ from pipetrain.signals import Stopping
 from pipetrain.tasks import LossFunction, Metric, Task
 from pipetrain.tasks.metrics import MetricFunction
 from pipetrain.trainer.arguments import Arguments, read_draft, read_model, read_targets, read_task
-from pipetrain.trainer.listeners import ShowsProgress
+from pipetrain.trainer.progress import ShowsProgress
 from pipetrain.trainer.training_setup import Training
 from pipetrain.trainer.window_loop import Pass, WindowResult, Windows
 

@@ -50,6 +50,7 @@ SEEN_IN = {
     "schedule/waits": "schedule/test_simulate",
     "signals": "whole/test_stops",
     "trainer/listeners": "trainer/test_run",
+    "trainer/progress": "trainer/test_window_loop",
     "trainer/planning": "trainer/test_pipeline",
     "trainer/training_setup": "trainer/test_pipeline",
 }
