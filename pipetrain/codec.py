@@ -1,8 +1,8 @@
 """Codecs: pure pairs of encode and decode, for tensors on the wire.
 
 The sizes of an encoded tensor follow from its shape, so the receiver can post its receives ahead, without
-headers. A codec has no state: for error feedback runtime/mailbox.py holds the error. The bounds hold for
-finite tensors; others are refused, as an infinite step would make all other numbers zero.
+headers. A codec has no state: for error feedback runtime/message_coding.py holds the error. The bounds hold
+for finite tensors; others are refused, as an infinite step would make all other numbers zero.
 
 Sources: top-k with error feedback, Deep Gradient Compression (Lin et al., 2018); stochastic rounding to few
 bits, QSGD (Alistarh et al., 2017).

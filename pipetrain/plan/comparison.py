@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from copy import deepcopy
 from functools import partial
+from operator import setitem
 from typing import Any
 
 import numpy as np
@@ -151,15 +152,20 @@ def compare_loss(plan: Plan, network: Network, task: Task, inputs: Value, target
         return False
     mode = fake_mode() if _work(plan) > MOST_OF_A_TRACE else None
 
+    def as_leaf(other: Tensor, tensor: Tensor) -> Tensor:
+        other = other.detach().requires_grad_(tensor.requires_grad)
+        return in_place_of(tensor, other) if isinstance(tensor, nn.Parameter) else other
+
     def like(tensor: Tensor) -> Tensor:
         other = mode.from_tensor(tensor.detach()) if mode else tensor.detach()
-        other = other.requires_grad_() if tensor.requires_grad else other.clone()  # which a forward may write
-        return in_place_of(tensor, other) if isinstance(tensor, nn.Parameter) else other
+        written = not (traced and tensor.requires_grad)  # perhaps; a trace that writes a weight is refused
+        return as_leaf(other.clone() if written else other, tensor)
 
     names = names_by_id(model)
     here = {id(p) for p in parts[-1].parameters()}
-    kept = {id(place.tensor): like(place.tensor) for place in places(model) if place.tensor.is_leaf}
-    read = {id(t): like(t) for t in named_tensors(model).values()}
+    held = {id(place.tensor): place.tensor for place in places(model)}
+    kept = {key: like(tensor) for key, tensor in held.items() if tensor.is_leaf or key in names}
+    read = {key: as_leaf(kept[key], held[key]) for key in names}
     few = [_some_of(value, 2, plan) for value in (inputs, targets)]
     try:
         with RngSnapshot().replayed(), standing_in(model, kept), mode or nullcontext(), ExitStack() as stack:
@@ -196,25 +202,28 @@ def compare_loss(plan: Plan, network: Network, task: Task, inputs: Value, target
     return not loss.dim()
 
 
-def _hold_back(model: nn.Module, stack: ExitStack) -> None:
-    """Let a forward not advance the generators, iterators and arrays that layers keep, beyond the stack.
+def _hold_back(module: nn.Module, stack: ExitStack) -> None:
+    """Let forwards not advance the generators, arrays and iterators that layers keep, beyond the stack.
 
-    An iterator that cannot be copied is advanced.
+    An iterator in a tuple, or one that cannot be copied, is advanced.
     """
-    copied: list[tuple[Any, Any, Any]] = []
-    for container in Held(attributes_of(model)).containers:
+    copies: dict[int, Any] = {}  # what is shared stays shared
+    for container in Held(attributes_of(module)).containers:
         if not isinstance(container, dict | list | deque):
             continue
         for key, value in [*(container.items() if isinstance(container, dict) else enumerate(container))]:
-            if (generator := state_of(value)) is not None:
-                stack.callback(generator.set, generator.get())
-            elif isinstance(value, Iterator | np.ndarray | bytearray):
-                copied.append((container, key, value))
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of itertools
-        copies: dict[int, Any] = {}  # what is shared stays shared
-        for container, key, value in copied:
-            with suppress(Exception):  # an iterator of a file
-                container[key] = deepcopy(value, copies)
+            for part in value if isinstance(value, tuple) else (value,):
+                if (generator := state_of(part)) is not None:
+                    stack.callback(generator.set, generator.get())
+                elif isinstance(part, bytearray):
+                    stack.callback(setitem, part, slice(None), part.copy())
+                elif (
+                    isinstance(part, np.ndarray) and part.flags.writeable and not isinstance(part, np.memmap)
+                ):
+                    stack.callback(np.copyto, part, part.copy())
+            if isinstance(value, Iterator):
+                with suppress(Exception), warnings.catch_warnings(action="ignore"):  # of itertools
+                    container[key] = deepcopy(value, copies)
 
 
 def compare_microbatches(plan: Plan, network: Network, task: Task, inputs: Value, targets: Value) -> str:
@@ -232,17 +241,17 @@ def compare_microbatches(plan: Plan, network: Network, task: Task, inputs: Value
     batch = [_some_of(value, n, plan) for value in (inputs, targets)]
     differs = ""
     with suppress(Exception):  # a model may run on another device alone, and a user's code may raise anything
-        if (differs := _microbatches_differ(network.model, parts, task, *batch)).endswith(APART):
+        if (differs := _microbatches_differ(modules, parts, task, *batch)).endswith(APART):
             exact = [cast_floats(value, torch.float64) for value in batch]
             with standing_in(modules, {id(t): _exact(t) for t in named_tensors(network.model).values()}):
-                differs = _microbatches_differ(network.model, parts, task, *exact)  # it may be rounding
+                differs = _microbatches_differ(modules, parts, task, *exact)  # it may be rounding
     return differs and f"of {n} samples of the first batch {differs}"
 
 
 def _microbatches_differ(
-    model: nn.Module, parts: Sequence[Part], task: Task, inputs: Value, targets: Value
+    modules: nn.Module, parts: Sequence[Part], task: Task, inputs: Value, targets: Value
 ) -> str:
-    buffers = {id(t): t.clone() for t in model.buffers()}
+    buffers = {id(t): t.clone() for t in modules.buffers()}
     weights: dict[Tensor, str] = {
         p: name for part in parts for name, p in part.named_parameters() if p.requires_grad
     }
@@ -251,7 +260,8 @@ def _microbatches_differ(
         outputs = run_parts(parts, [t.clone() for t in as_tuple(part_of(inputs, start, end))])
         return task.loss(parts[-1].pack(outputs), part_of(targets, start, end))
 
-    with standing_in(model, buffers), evaluating(*parts):
+    with standing_in(modules, buffers), evaluating(*parts), ExitStack() as stack:
+        _hold_back(modules, stack)
         return pieces_differ(loss_of, task.weight, targets, weights)
 
 

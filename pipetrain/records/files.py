@@ -103,7 +103,12 @@ class LogFile(logging.FileHandler):
         self._failed = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._kept += f"{self.format(record)}\n".encode(errors="backslashreplace")
+        try:
+            line = self.format(record)
+        except Exception:  # the arguments of a user's message do not fit it: as Python's handlers
+            self.handleError(record)
+            return
+        self._kept += f"{line}\n".encode(errors="backslashreplace")
         before = self._failed
         try:
             if self._file is None:

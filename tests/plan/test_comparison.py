@@ -22,7 +22,7 @@ from pipetrain.model.chain import network_of
 from pipetrain.model.network import Network
 from pipetrain.model.specs import Value, ValueSpec
 from pipetrain.models import gpt
-from pipetrain.plan.comparison import compare_loss, compare_stages
+from pipetrain.plan.comparison import compare_loss, compare_microbatches, compare_stages
 from pipetrain.plan.make_plan import estimate_model, make_plan
 from pipetrain.plan.plan import Plan, Samples
 from pipetrain.plan.verification import Draft
@@ -375,7 +375,51 @@ def test_a_comparison_leaves_counts_in_arrays_as_they_are(loss):
     calls = int(model[1].calls[0])
     compare_loss(plan, network, Task(loss), NUMBERS, NUMBERS)
     compare_stages(plan, network, NUMBERS)
+    compare_microbatches(plan, network, Task(loss), NUMBERS, NUMBERS)
     assert (int(model[1].calls[0]), model[1].log[0]) == (calls, calls)
+
+
+class CountsInABuffer(nn.Module):
+    """Traced, as it is no nn.Sequential; counts its forwards, in evaluation too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x)
+
+
+def test_a_batch_and_its_microbatches_leave_the_buffers_of_a_trace_as_they_are():
+    model = CountsInABuffer()
+    plan, network = planned(model, [], NUMBERS)
+    compare_microbatches(plan, network, Task(mse_loss), NUMBERS, NUMBERS)
+    assert model.calls.item() == 0
+
+
+class Decaying(nn.Module):
+    """Writes its weight in its forward, and holds a buffer with a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("twice", self.layer.weight * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.layer.weight.mul_(0.9)
+        return self.layer(x) + self.twice.detach().mean()
+
+
+def test_a_loss_is_tried_where_a_layer_writes_its_weight_and_a_buffer_has_a_graph():
+    model = nn.Sequential(Decaying(), nn.Linear(6, 6))
+    before, held = model[0].layer.weight.detach().clone(), model[1].weight
+    prove_loss_of(model, [], lambda: 0.0)
+    assert torch.equal(model[0].layer.weight, before)
+    with pytest.raises(ConfigError, match=r"the loss holds the parameter 1\.weight itself"):
+        prove_loss_of(model, [], lambda: held.sum())
 
 
 def test_a_layer_that_cannot_be_copied_does_not_hide_what_a_loss_reads():

@@ -116,3 +116,12 @@ def test_an_error_that_ends_the_run_is_not_followed_by_word_that_it_goes_on(log,
     log.error("the end")
     assert said(caplog) == ["the end"]
     (tmp_path / "run.log").rmdir()
+
+
+def test_a_message_whose_arguments_do_not_fit_is_told_and_the_log_goes_on(tmp_path, capsys):
+    handler = LogFile(str(tmp_path / "run.log"))
+    for message, arguments in (("%d %d", ("x",)), ("%d", (3,))):
+        handler.emit(logging.makeLogRecord({"msg": message, "args": arguments}))
+    handler.close()
+    assert (tmp_path / "run.log").read_text() == "3\n"
+    assert "Logging error" in capsys.readouterr().err
