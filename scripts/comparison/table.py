@@ -103,13 +103,14 @@ def _tex(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A head and lines of cells, with notes below. `text`: the columns that hold words."""
+    """A head and lines of cells, with notes below. `text`: the columns that hold words; `bad`: cells."""
 
     name: str
     head: Sequence[str]
     lines: Sequence[Sequence[str]]
     notes: Sequence[str] = ()
     text: Collection[str] = ("method", "dataset", "model", "device")
+    bad: Collection[str] = ("failed",)
 
     @property
     def markdown(self) -> str:

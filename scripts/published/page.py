@@ -17,12 +17,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from comparison.table import Table, markdown_table
 from published.charts import draw
-from published.record import Check, Findings, Place, Record, Series
+from published.record import Check, Findings, How, Place, Record, Series
 
 PAGE, REPORT = "records.md", "report.html"
 WORDS = ("record", "what", "from", "what must come back", "published", "here", "came back")
 FEW, WIDE = 2, 5  # cases that stand in a line; columns, beyond which named places are rows
-CAME = {True: "yes", False: "**no**", None: "not tried"}
+CAME = {True: "yes", False: "no", None: "not tried"}
+KINDS = How.RUN, How.PLANNED, How.ARITHMETIC  # of checks, which are counted apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +37,10 @@ class Section:
     picture: str
     notes: Sequence[str]
 
-    @property
-    def came_back(self) -> str:
-        """How many of its checks came back."""
-        return came_back(self.findings.checks)
+    def came_back(self, how: How) -> str:
+        """Return how many of its checks of a kind came back."""
+        checks = [check for check in self.findings.checks if check.how is how]
+        return came_back(checks) if checks else "-"
 
     @property
     def verdict(self) -> Table:
@@ -73,36 +74,42 @@ class Section:
 
 def verdict(checks: Sequence[Check], reference: str, short: bool = False) -> Table:
     """Return a line for each check; `short`: for all cases of what must come back."""
-    by_what: dict[str, dict[str, Check]] = {}
+    by_what: dict[tuple[str, How], dict[str, Check]] = {}
     for check in checks:
         case, _, what = check.what.rpartition(": ") if short else ("", "", check.what)
-        by_what.setdefault(what, {})[case] = check
-    head = ["what must come back", reference, "here", "came back"]
-    lines = [verdict_line(what, cases) for what, cases in by_what.items()]
-    return Table("Verdict", head, lines, (), (*WORDS, reference))
+        by_what.setdefault((what, check.how), {})[case] = check
+    head = ["what must come back", reference, "here", "from", "came back"]
+    lines = [verdict_line(what, cases) for (what, _), cases in by_what.items()]
+    missed = {line[-1] for line, cases in zip(lines, by_what.values(), strict=True) if not all_came(cases)}
+    return Table("Verdict", head, lines, (), (*WORDS, reference), missed)
 
 
 def verdict_line(what: str, cases: Mapping[str, Check]) -> list[str]:
-    """Return a line of the verdict: what, as published, here, and whether it came back.
+    """Return a line of the verdict: what, as published, here, from where that is, and whether it came back.
 
     Of many cases it shows those that failed.
     """
     checks = [*cases.values()]
+    how = checks[0].how.value
     if len(checks) == 1:
         (check,) = checks
-        return [check.what, check.published, check.here, CAME[check.came_back]]
+        return [check.what, check.published, check.here, how, CAME[check.came_back]]
     published, here = {check.published for check in checks}, {check.here for check in checks}
     if len(published) == 1 and len(here) == 1:
-        return [what, *published, *here, came_back(checks)]
+        return [what, *published, *here, how, came_back(checks)]
     own, says = len(published) > 1, list[str]()
     for case, check in cases.items():
         failed = check.came_back is False
         if len(cases) <= FEW or failed:
-            found = f"**{check.here}**" if failed else check.here
-            says.append(f"{case}: {found}" + f" ({check.published})" * own)
+            says.append(f"{case}: {check.here}" + f" ({check.published})" * own + f", {CAME[False]}" * failed)
     if len(says) < len(cases):
         says.append("all others" if says else "all")
-    return [what, "in brackets" if own else published.pop(), "; ".join(says), came_back(checks)]
+    return [what, "in brackets" if own else published.pop(), "; ".join(says), how, came_back(checks)]
+
+
+def all_came(cases: Mapping[str, Check]) -> bool:
+    """Return whether each came back that was tried."""
+    return all(check.came_back is not False for check in cases.values())
 
 
 def came_back(checks: Sequence[Check]) -> str:
@@ -211,14 +218,18 @@ def _cell(series: Series, place: Place) -> str:
 
 
 def unpadded(table: Table) -> str:
-    """Return a table of long cells as Markdown."""
-    return "\n".join(f"| {' | '.join(of)} |" for of in (table.head, ["---"] * len(table.head), *table.lines))
+    """Return a table of long cells as Markdown; what is bad is bold."""
+    lines = [[f"**{cell}**" if cell in table.bad else cell for cell in line] for line in table.lines]
+    return "\n".join(f"| {' | '.join(of)} |" for of in (table.head, ["---"] * len(table.head), *lines))
 
 
 def overview(sections: Sequence[Section]) -> Table:
     """Return a line for each record."""
-    lines = [[s.name, s.record.title, s.came_back] for s in sections]
-    return Table("Records", ["record", "what", "came back"], lines, (), WORDS)
+    lines = [[s.name, s.record.title, *map(s.came_back, KINDS)] for s in sections]
+    checks = [check for s in sections for check in s.findings.checks]
+    of_all = (came_back([check for check in checks if check.how is how]) for how in KINDS)
+    lines += [["all", "", *of_all]] if len(sections) > 1 else []
+    return Table("Came back", ["record", "what", *(how.value for how in KINDS)], lines, (), WORDS)
 
 
 def write(sections: Sequence[Section], missing: Mapping[str, str], page: Path, folder: Path) -> None:
@@ -249,7 +260,8 @@ def markdown(sections: Sequence[Section], missing: Mapping[str, str], folder: st
         "Records of systems that pipetrain does the work of, beside what was found here. `run here`: "
         "measured; `planned here`: predicted by the plan alone; in brackets: as published. Absolute "
         "numbers are of other machines: what must come back is the shape. A line of a verdict may have "
-        "several cases, of many those that failed; they are bold. Every line, with spreads and bounds: "
+        "several cases, of many those that failed. What was run, what is only planned, and what is "
+        "arithmetic, such as a count of parameters, is counted apart. Every line, with spreads and bounds: "
         f"[{REPORT}]({Path(folder, REPORT).as_posix()}).",
         *shared,
         markdown_table([all_of_them.head, *all_of_them.lines], WORDS).rstrip(),

@@ -30,6 +30,7 @@ class How(StrEnum):
     PUBLISHED = "published"
     RUN = "run here"
     PLANNED = "planned here"
+    ARITHMETIC = "arithmetic"
     BOUND = "bound"
 
 
@@ -103,12 +104,14 @@ class Check:
     """A line of the verdict: what must come back, in words or figures, and whether it did.
 
     `what`: `case: what`, or what alone. `came_back`: None for what could not be tried here; `here` says why.
+    `how`: whether `here` was run, or only planned, or is arithmetic, such as a count of parameters.
     """
 
     what: str
     published: str
     here: str
     came_back: bool | None
+    how: How
 
 
 @dataclass(frozen=True, slots=True)

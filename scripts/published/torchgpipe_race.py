@@ -146,12 +146,12 @@ def sized(plan: Mapping[str, Any], layers: int, parameters: int) -> Check:
     """Hold a planned model's size against that of the record."""
     here = plan["layers"], plan["parameters"]
     theirs, ours = (f"{n} layers, {of:,} parameters" for n, of in ((layers, parameters), here))
-    return Check("the model", theirs, ours, here == (layers, parameters))
+    return Check("the model", theirs, ours, here == (layers, parameters), How.ARITHMETIC)
 
 
-def under(what: str, gain: float, most: float) -> Check:
+def under(what: str, gain: float, most: float, how: How) -> Check:
     """Hold a speed-up against its bound."""
-    return Check(f"{what}: under its bound", f"{most:.3f}", f"{gain:.3f}", gain <= most)
+    return Check(f"{what}: under its bound", f"{most:.3f}", f"{gain:.3f}", gain <= most, how)
 
 
 def held_against(race: Race, pairs: Mapping[str, str]) -> Iterator[Finding]:
@@ -162,7 +162,7 @@ def held_against(race: Race, pairs: Mapping[str, str]) -> Iterator[Finding]:
         fast, small = f"{ours}: as fast as torchgpipe", f"{ours}: holds no more than torchgpipe"
         if failure := race.of[theirs]["failure"]:
             why = f"torchgpipe does not run here: {failure}"
-            yield from (Check(what, "-", why, None) for what in (fast, small))
+            yield from (Check(what, "-", why, None, How.RUN) for what in (fast, small))
             continue
         own_s, their_s = (median(race.seconds(name)) for name in (ours, theirs))
         own, other = bytes_of[ours] = [max(race.of[name]["peaks"]) / 2**20 for name in (ours, theirs)]
@@ -170,8 +170,8 @@ def held_against(race: Race, pairs: Mapping[str, str]) -> Iterator[Finding]:
         if all(known := [race.of[name]["forwards"] for name in (theirs, ours)]):
             forwards[ours] = median(known[0]) / median(known[1])
         says = f"{own_s:.3g} s, {ratio:.2f} {SPEED}"
-        yield Check(fast, f"{their_s:.3g} s (here)", says, ratio >= 1 - TIE)
-        yield Check(small, f"{other:.4g} MiB (here)", f"{own:.4g} MiB", own <= other * (1 + TIE))
+        yield Check(fast, f"{their_s:.3g} s (here)", says, ratio >= 1 - TIE, How.RUN)
+        yield Check(small, f"{other:.4g} MiB (here)", f"{own:.4g} MiB", own <= other * (1 + TIE), How.RUN)
     if ratios:
         yield Series.measured("", "beside torchgpipe", "", ratios, unit=SPEED)
         for n, who in enumerate(("ours", "torchgpipe")):

@@ -11,6 +11,7 @@ import pytest
 from comparison import runs
 from comparison.request import RECORDS
 from published import cli, page
+from published.charts import STYLES
 from published.cli import make
 from published.record import Chart, Check, Finding, Findings, How, Line, Record, Series, Step
 from tests.support.processes import CHECKOUT, ended, running
@@ -31,12 +32,13 @@ def show(results: dict[str, int]) -> Iterator[Finding]:
     points = {float(key): float(value) for key, value in results.items()}
     yield Series("n", "doubled", "n", points, unit="s", published={2: 4}, spread={2: (3.9, 4.1)})
     yield Series("on paper", "doubled", "n", {2: 1.5}, How.PLANNED)
-    yield Check("it is 4", "4", str(results["2"]), results["2"] == 4)
-    yield Check("never", "1", "no GPU", None)
+    yield Check("it is 4", "4", str(results["2"]), results["2"] == 4, How.RUN)
+    yield Check("never", "1", "no GPU", None, How.ARITHMETIC)
     yield from (
-        Check(f"n = {n:g}: doubled", f"{2 * n:g}", f"{of:g}", 2 * n == of) for n, of in points.items()
+        Check(f"n = {n:g}: doubled", f"{2 * n:g}", f"{of:g}", 2 * n == of, How.PLANNED)
+        for n, of in points.items()
     )
-    yield Chart("Doubled", "n", "2 n", [Line(how.value, how, points) for how in How])
+    yield Chart("Doubled", "n", "2 n", [Line(how.value, how, points) for how in STYLES])
 
 
 def record(*values: int) -> Record:
@@ -65,7 +67,7 @@ def test_the_page_says_what_came_back_and_what_did_not(tmp_path: Path) -> None:
     kept = make("doubling", record(1, 2), tmp_path, False)
     kept["2"]["result"] = 5
     section = page.section("doubling", record(1, 2), kept, tmp_path, "make it")
-    assert section.came_back == "1 of 3, 1 not tried"
+    assert [*map(section.came_back, page.KINDS)] == ["0 of 1", "1 of 2", "0 of 0, 1 not tried"]
     assert section.failed == [
         "doubling: it is 4: published 4, here 5",
         "doubling: n = 2: doubled: published 4, here 5",
@@ -75,8 +77,11 @@ def test_the_page_says_what_came_back_and_what_did_not(tmp_path: Path) -> None:
     for text in texts.values():
         assert all(word in text for word in ("Euclid.", "By hand.", "it needs a GPU", "make it"))
     assert "3.9 - 4.1" in texts["report.html"]
-    assert "| it is 4 | 4 | 5 | **no** |" in texts["records.md"]
-    assert "| doubled | in brackets | n = 1: 2 (2); n = 2: **5** (4) | 1 of 2 |" in texts["records.md"]
+    assert "| it is 4 | 4 | 5 | run here | **no** |" in texts["records.md"]
+    assert (
+        "| doubled | in brackets | n = 1: 2 (2); n = 2: 5 (4), no | planned here | **1 of 2** |"
+        in texts["records.md"]
+    )
     lines = (
         "| by n                            |   1 |     2 |",
         "| ------------------------------- | --: | ----: |",

@@ -101,7 +101,7 @@ def show(results: Results) -> Iterator[Finding]:
     plans = {int(k): plan for k, plan in those(results, "planned ").items()}
     parameters = {of["parameters"] for of in plans.values()}
     says = " and ".join(f"{n:,}" for n in parameters)
-    yield Check("parameters", f"{PARAMETERS:,}", says, parameters == {PARAMETERS})
+    yield Check("parameters", f"{PARAMETERS:,}", says, parameters == {PARAMETERS}, How.ARITHMETIC)
     lines: dict[str, list[Line]] = {name: [] for name in (*MODES, "ratio", "plan")}
     flat, fits, full = (defaultdict[str, dict[int, float]](dict) for _ in range(3))  # by K
     for k, plan in plans.items():
@@ -122,13 +122,13 @@ def show(results: Results) -> Iterator[Finding]:
             fixed, shared, fits[who][k] = fitted(always)
             if who == OURS:
                 what = f"K = {k}: flat in m without"
-                yield Check(what, "max / min 1.12 to 1.18", f"{worst:.2f}", worst <= FLAT)
+                yield Check(what, "max / min 1.12 to 1.18", f"{worst:.2f}", worst <= FLAT, How.RUN)
                 says = f"{fixed:.2f} + {shared:.1f} / m MiB, R² {fits[who][k]:.3f}"
-                yield Check(f"K = {k}: with recomputation", "N + A / m", says, fits[who][k] > FIT)
+                yield Check(f"K = {k}: with recomputation", "N + A / m", says, fits[who][k] > FIT, How.RUN)
         lines["ratio"].append(Line(f"K={k}", How.PUBLISHED, RATIOS[k]))
         most = max(peaks[f"{OURS} {mode}"][m] / peaks[f"{THEIRS} {mode}"][m] for mode in MODES for m in never)
         what = f"K = {k}: holds no more than torchgpipe"
-        yield Check(what, "1", f"{most:.2f} at most", most <= NO_MORE)
+        yield Check(what, "1", f"{most:.2f} at most", most <= NO_MORE, How.RUN)
         for mode in MODES:
             gib = {m: nbytes / GIB for m, nbytes in zip(never, plan[mode], strict=True)}
             lines["plan"].append(Line(f"{mode} K={k}", How.PLANNED, gib))
@@ -157,10 +157,10 @@ def timed(races: dict[int, Race]) -> Iterator[Finding]:
         for who in WHO:
             cost[who][k] = seconds[f"{who} {ALWAYS}"] / seconds[f"{who} {NEVER}"]
         came = TIMES[0] <= cost[OURS][k] <= TIMES[1]
-        yield Check(f"K = {k}: time x", "1.28 to 1.30, ideal 4/3", f"{cost[OURS][k]:.2f}", came)
+        yield Check(f"K = {k}: time x", "1.28 to 1.30, ideal 4/3", f"{cost[OURS][k]:.2f}", came, How.RUN)
         for mode in MODES:
             faster = seconds[f"{THEIRS} {mode}"] / seconds[f"{OURS} {mode}"]
-            yield Check(f"K = {k}: as fast as torchgpipe, {mode}", "1", f"{faster:.2f}", faster >= 1)
+            yield Check(f"K = {k}: as fast as torchgpipe, {mode}", "1", f"{faster:.2f}", faster >= 1, How.RUN)
     for who, by_k in cost.items() if races else ():
         ideal, published = dict.fromkeys(by_k, 4 / 3), dict.fromkeys(by_k, 1.3)
         yield Series(who, "time x", "K", by_k, published=published, bound=ideal)

@@ -90,7 +90,7 @@ def show(results: Results) -> Iterator[Finding]:
     if memory:
         theirs, two = (max(held_by[name].values()) for name in ASYNCHRONOUS)
         says = f"{two:.1f} against {theirs:.1f} MiB"
-        yield Check(f"fullest of {DEEP} stages", "2bw below pipedream", says, two < theirs)
+        yield Check(f"fullest of {DEEP} stages", "2bw below pipedream", says, two < theirs, How.RUN)
         lines = [series.line() for series in memory]
         yield Chart("Memory at the peak, GPT", "stage, from 1", "MiB", lines, "x")
 
@@ -108,7 +108,7 @@ def learned(model: str, timed: Race, runs: Mapping[str, Any]) -> Iterator[Findin
     speed = Series.measured(model, "speed", "", ratios, unit="x 1f1b", bound=dict.fromkeys(ratios, BOUND))
     yield speed
     for name, gain in speed.here.items():
-        yield Check(f"{model}, {name}: a batch", f">= {GAIN} x 1f1b", f"{gain:.2f}", gain >= GAIN)
+        yield Check(f"{model}, {name}: a batch", f">= {GAIN} x 1f1b", f"{gain:.2f}", gain >= GAIN, How.RUN)
     for unit, cost in (("updates", dict.fromkeys(batch_s, 1.0)), ("s", batch_s)):
         values = {
             name: [

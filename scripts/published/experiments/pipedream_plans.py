@@ -74,9 +74,11 @@ def show(results: Results) -> Iterator[Finding]:
     rows = {f"{row['model']} on {row['machines']}": row for row in results["plans"]}
     for what, row in rows.items():
         theirs, here = row["speedup"], row["predicted"]
-        yield Check(f"{what}: plan", row["published"], row["chosen"], row["chosen"] == row["published"])
+        yield Check(
+            f"{what}: plan", row["published"], row["chosen"], row["chosen"] == row["published"], How.PLANNED
+        )
         says, near = f"{here:.2f}, bound by {row['bound']}", abs(here / theirs - 1) <= NEAR
-        yield Check(f"{what}: speed-up", f"{theirs:.2f}", says, near)
+        yield Check(f"{what}: speed-up", f"{theirs:.2f}", says, near, How.PLANNED)
     published, same, best = (
         {what: row[key] for what, row in rows.items()} for key in ("speedup", "predicted", "best")
     )

@@ -217,7 +217,7 @@ def checked(rows: Sequence[Row], optimizer: str, way: Way) -> Iterator[Check]:
         beside = f"; plain pipedream {plain.gap:+.3g}" if plain else ""
         here = f"{row.gap:+.3g} ± {half(row.gaps):.2g} {unit}{beside}"
         goal = f"at most {GOAL[row.metric]} {unit} below"
-        yield Check(f"{row.task}, {optimizer}, {DEPTH} stages: {way}", goal, here, row.share <= 1)
+        yield Check(f"{row.task}, {optimizer}, {DEPTH} stages: {way}", goal, here, row.share <= 1, How.RUN)
 
 
 def charts(rows: Sequence[Row], best: Mapping[str, Way]) -> Iterator[Chart]:

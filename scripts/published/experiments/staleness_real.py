@@ -75,7 +75,7 @@ def show(results: Results) -> Iterator[Finding]:
         gap, margin = fmean(of) - fmean(other), noise(of, other, 1)
         within = "too few seeds" if margin is None else f"noise ±{margin:.2f}"
         what, here = f"{data}: {name}: within {CLOSE} points", f"{gap:+.2f}, {within}"
-        yield Check(what, "-", here, gap >= -CLOSE)
+        yield Check(what, "-", here, gap >= -CLOSE, How.RUN)
     curves = {
         name: zip(*(run["curve"] for run in of), strict=True)
         for (on, name), of in runs.items()

@@ -66,19 +66,19 @@ def show(results: Results) -> Iterator[Finding]:
     if bare:
         off = max(abs(loss / bare[ONE] - 1) for loss in bare.values())
         says = f"losses of {len(bare) - 1} pipelines off by {off:.1g} at most"
-        yield Check(f"{BARE}: the loss of one process", "-", says, off <= NEAR)
+        yield Check(f"{BARE}: the loss of one process", "-", says, off <= NEAR, How.RUN)
     alike: dict[tuple[bool, str], set[float]] = {}  # losses, by what must give the same one
     for name, gap in gaps.items():
         margin = noise(errors[name], errors[ONE], len(gaps))
         here = f"{gap:+.2f}, noise ±{margin:.2f}" if margin else f"{gap:+.2f}, too few seeds to tell noise"
         what = f"{name}: within the noise of one process"
         within = None if margin is None else abs(gap) <= margin
-        yield Check(what, f"within ±{APART} points", here, within)
+        yield Check(what, f"within ±{APART} points", here, within, How.RUN)
         for seed, result in runs[name].items():
             alike.setdefault(("deferred" in name, seed), set()).add(result["loss"])
     most = max(map(len, alike.values()))
     says = "equal" if most == 1 else f"up to {most} losses of a seed"
-    yield Check("recompute and more stages change no bit of a loss", "-", says, most == 1)
+    yield Check("recompute and more stages change no bit of a loss", "-", says, most == 1, How.RUN)
     yield Series.measured("", "top-1 error", "", errors, fmean, unit="%")
     furthest = max(map(abs, gaps.values()))
     yield Series("", "most points from one process", "", {"here": furthest}, published={"here": APART})

@@ -129,15 +129,15 @@ def show(results: Results) -> Iterator[Finding]:
     yield planned(f"{size}: the fullest device", here=fullest, unit="GiB", bound=limit)
     for k, of in plans.items():
         says = f"{fullest[k]:.2f} of {LIMIT:.2f} GiB"
-        yield Check(f"{k} x {tuple(of[0]['size'])}: fits", "it does", says, fullest[k] <= LIMIT)
+        yield Check(f"{k} x {tuple(of[0]['size'])}: fits", "it does", says, fullest[k] <= LIMIT, How.PLANNED)
     grows = all(one < more for one, more in pairwise(largest.values()))
     says, theirs = (" ".join(f"{n:.0f}" for n in of.values()) for of in (largest, millions))
-    yield Check("million parameters that fit grow with devices", theirs, says, grows)
+    yield Check("million parameters that fit grow with devices", theirs, says, grows, How.PLANNED)
     if "alone" in results:
         gib, count = max(results["alone"]["peaks"]) / GIB, results["alone"]["parameters"]
         what = "(18, 208) without a pipeline"
-        yield Check("(18, 208): parameters", f"{ALONE:,}", f"{count:,}", count == ALONE)
-        yield Check(what, f"out of memory, {P40} GiB", f"{gib:.1f} GiB", gib > P40)
+        yield Check("(18, 208): parameters", f"{ALONE:,}", f"{count:,}", count == ALONE, How.ARITHMETIC)
+        yield Check(what, f"out of memory, {P40} GiB", f"{gib:.1f} GiB", gib > P40, How.PLANNED)
         yield Series("", what, "", {"bytes": gib}, How.PLANNED, "GiB", bound={"bytes": P40})
     stages = {
         f"{name}, stage {stage}": of
@@ -151,7 +151,7 @@ def show(results: Results) -> Iterator[Finding]:
     for name, (measured, foreseen) in stages.items():
         share = measured / foreseen
         near = abs(share - 1) <= NEAR
-        yield Check(f"{name}: measured as planned", "within 10 %", f"{share:.3f} of it", near)
+        yield Check(f"{name}: measured as planned", "within 10 %", f"{share:.3f} of it", near, How.RUN)
     lines = [Line("published", How.PUBLISHED, millions), most.line("largest in 8 GB")]
     yield Chart("Parameters", "devices", "million", lines, "xy")
     both = {"model": model, "activations": activations}

@@ -103,7 +103,7 @@ def speeds_of(model: str, runs: Runs) -> Series:
 def timed(model: str, runs: Runs, speed: Series) -> Iterator[Finding]:
     """Hold the methods' times against layer_dist's, and layer_dist against one process."""
     off = abs(runs[FIRST][0]["val_loss"] / runs[ONE][0]["val_loss"] - 1)
-    yield Check(f"{model}: {FIRST} is one process", "equal", f"loss off by {off:.1g}", off <= NEAR)
+    yield Check(f"{model}: {FIRST} is one process", "equal", f"loss off by {off:.1g}", off <= NEAR, How.RUN)
     seconds = seconds_of(runs)
     yield Series.measured(model, "an epoch", "", seconds, fmean, unit="s", published=published(model, 2))
     yield speed
@@ -111,7 +111,9 @@ def timed(model: str, runs: Runs, speed: Series) -> Iterator[Finding]:
         if name in speed.here:
             says = f"{speed.published[name]:.2f}" if name in speed.published else "not reported"
             here = speed.here[name]
-            yield Check(f"{model}, {name}: at least {FAST} {TIMES}", says, f"{here:.2f}", here >= FAST)
+            yield Check(
+                f"{model}, {name}: at least {FAST} {TIMES}", says, f"{here:.2f}", here >= FAST, How.RUN
+            )
 
 
 def studied(rows: Sequence[dict[str, Any]]) -> Iterator[Finding]:
@@ -135,7 +137,7 @@ def studied(rows: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     here = {name: f"{gap:+.1f} points, noise ±{margins[name]:.1f}" for name, gap in gaps.items()}
     beside = "91.36 % beside 90.79 % of layer_dist"
     within, costs = abs(gaps[int8]) <= margins[int8], gaps[topk] < -margins[topk]
-    yield Check(f"study: {int8} is within the noise of fbp", beside, here[int8], within)
-    yield Check(f"study: the price of {topk} in accuracy", "not reported", here[topk], costs)
+    yield Check(f"study: {int8} is within the noise of fbp", beside, here[int8], within, How.RUN)
+    yield Check(f"study: the price of {topk} in accuracy", "not reported", here[topk], costs, How.RUN)
     lines = [Line(name, How.RUN, {sent[name]: mean}) for name, mean in means.items()]
     yield Chart("Study: what fewer bytes cost", "MB in an epoch", "last accuracy, %", lines)

@@ -89,23 +89,23 @@ def show(results: Results) -> Iterator[Finding]:
         memories.append(Series(name, "memory", "ranks", parts, How.PLANNED, "x 1f1b", published[1]))
         off, last = max(abs(bubble[p] - published[0][p]) for p in papers), parts[max(parts)]
         says = f"{share:.2g} of 1f1b's" if share else "about 0"
-        yield Check(f"{name}: bubble", says, f"off by {off:.1f} points at most", off <= POINTS)
+        yield Check(f"{name}: bubble", says, f"off by {off:.1f} points at most", off <= POINTS, How.PLANNED)
         near = abs(last / memory - 1) <= SLACK
-        yield Check(f"{name}: memory", f"{memory:.2g} x 1f1b's", f"{last:.2f}", near)
+        yield Check(f"{name}: memory", f"{memory:.2g} x 1f1b's", f"{last:.2f}", near, How.PLANNED)
         if name == FIRST:
             continue
         faster = {p: (100 - bubble[p]) / (100 - of[FIRST][0]) for p, of in papers.items()}
         if most := GAINS.get(name):
             best = max(faster.values())
             near = abs(best / most - 1) <= SLACK / 2
-            yield Check(f"{name}: gain", f"up to {most:.2f} x 1f1b", f"{best:.2f} planned", near)
+            yield Check(f"{name}: gain", f"up to {most:.2f} x 1f1b", f"{best:.2f} planned", near, How.PLANNED)
         ran = {p: race.ratio(name, FIRST) for p, race in races.items()}
         bounds = {p: ran[p] / race.of_bound(name) * race.of_bound(FIRST) for p, race in races.items()}
         ratios = {p: race.ratios(name, FIRST) for p, race in races.items()}
         yield Series.measured(name, "speed", "ranks", ratios, unit="x 1f1b", bound=bounds)
         for p, bound_s in bounds.items():
             what, near = f"{name}, {p} ranks: run as planned", abs(ran[p] / bound_s - 1) <= NEAR
-            yield Check(what, f"{bound_s:.2f} planned", f"{ran[p]:.2f}", near)
+            yield Check(what, f"{bound_s:.2f} planned", f"{ran[p]:.2f}", near, How.RUN)
         gains += [Line(name, How.PLANNED, faster), Line(name, How.RUN, ran)]
     yield from (*bubbles, *memories)
     lines = [*(of.line() for of in bubbles), Line("(p-1)/(m+p-1)", How.BOUND, law)]
