@@ -22,6 +22,7 @@ from published.record import Check, Findings, How, Place, Record, Series
 PAGE, REPORT = "records.md", "report.html"
 WORDS = ("record", "what", "from", "what must come back", "published", "here", "came back")
 FEW, WIDE = 2, 5  # cases that stand in a line; columns, beyond which named places are rows
+BY_CASE = "in brackets"
 CAME = {True: "yes", False: "no", None: "not tried"}
 KINDS = How.RUN, How.PLANNED, How.ARITHMETIC  # of checks, which are counted apart
 
@@ -45,12 +46,12 @@ class Section:
     @property
     def verdict(self) -> Table:
         """What must come back, and whether it did."""
-        return verdict(self.findings.checks, self.record.reference)
+        return verdict(self.findings.checks)
 
     @property
     def short_verdict(self) -> Table:
         """A line for each thing that must come back, unless the record has tables of its own."""
-        return verdict(self.findings.checks, self.record.reference, short=not self.findings.tables)
+        return verdict(self.findings.checks, short=not self.findings.tables)
 
     @property
     def tables(self) -> Sequence[Table]:
@@ -66,26 +67,26 @@ class Section:
     def failed(self) -> list[str]:
         """What did not come back, as sentences."""
         return [
-            f"{self.name}: {check.what}: {self.record.reference} {check.published}, here {check.here}"
+            f"{self.name}: {check.what}: must be {check.must}, here {check.here}"
             for check in self.findings.checks
             if check.came_back is False
         ]
 
 
-def verdict(checks: Sequence[Check], reference: str, short: bool = False) -> Table:
+def verdict(checks: Sequence[Check], short: bool = False) -> Table:
     """Return a line for each check; `short`: for all cases of what must come back."""
     by_what: dict[tuple[str, How], dict[str, Check]] = {}
     for check in checks:
         case, _, what = check.what.rpartition(": ") if short else ("", "", check.what)
         by_what.setdefault((what, check.how), {})[case] = check
-    head = ["what must come back", reference, "here", "from", "came back"]
+    head = ["what must come back", "published", "must be", "here", "from", "came back"]
     lines = [verdict_line(what, cases) for (what, _), cases in by_what.items()]
     missed = {line[-1] for line, cases in zip(lines, by_what.values(), strict=True) if not all_came(cases)}
-    return Table("Verdict", head, lines, (), (*WORDS, reference), missed)
+    return Table("Verdict", head, lines, (), (*WORDS, "must be"), missed)
 
 
 def verdict_line(what: str, cases: Mapping[str, Check]) -> list[str]:
-    """Return a line of the verdict: what, as published, here, from where that is, and whether it came back.
+    """Return a line of the verdict: what, as published, as it must be, here, from where, and whether it came.
 
     Of many cases it shows those that failed.
     """
@@ -93,18 +94,20 @@ def verdict_line(what: str, cases: Mapping[str, Check]) -> list[str]:
     how = checks[0].how.value
     if len(checks) == 1:
         (check,) = checks
-        return [check.what, check.published, check.here, how, CAME[check.came_back]]
-    published, here = {check.published for check in checks}, {check.here for check in checks}
-    if len(published) == 1 and len(here) == 1:
-        return [what, *published, *here, how, came_back(checks)]
-    own, says = len(published) > 1, list[str]()
+        return [check.what, check.published, check.must, check.here, how, CAME[check.came_back]]
+    published, must = {check.published for check in checks}, {check.must for check in checks}
+    here, says = {check.here for check in checks}, list[str]()
+    cells = [published.pop() if len(published) == 1 else BY_CASE, must.pop() if len(must) == 1 else BY_CASE]
+    if len(here) == 1 and BY_CASE not in cells:
+        return [what, *cells, *here, how, came_back(checks)]
     for case, check in cases.items():
         failed = check.came_back is False
+        own = [one for cell, one in zip(cells, (check.published, check.must), strict=True) if cell == BY_CASE]
         if len(cases) <= FEW or failed:
-            says.append(f"{case}: {check.here}" + f" ({check.published})" * own + f", {CAME[False]}" * failed)
+            says.append(f"{case}: {check.here}" + f" ({', '.join(own)})" * bool(own) + ", no" * failed)
     if len(says) < len(cases):
         says.append("all others" if says else "all")
-    return [what, "in brackets" if own else published.pop(), "; ".join(says), how, came_back(checks)]
+    return [what, *cells, "; ".join(says), how, came_back(checks)]
 
 
 def all_came(cases: Mapping[str, Check]) -> bool:

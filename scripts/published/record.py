@@ -5,6 +5,7 @@ What was run here and what only the plan predicts are never mixed: each series a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,6 +16,8 @@ from comparison.table import Table
 
 Results = Mapping[str, Any]
 """What the steps of a record returned, by their names."""
+NOT = "-"
+"""Of what nothing was published."""
 Place = float | str
 """Where a number of a series stands, such as a number of stages or a method."""
 
@@ -103,15 +106,38 @@ class Series:
 class Check:
     """A line of the verdict: what must come back, in words or figures, and whether it did.
 
-    `what`: `case: what`, or what alone. `came_back`: None for what could not be tried here; `here` says why.
-    `how`: whether `here` was run, or only planned, or is arithmetic, such as a count of parameters.
+    `what`: `case: what`, or what alone. `published`: by others, NOT if nothing was. `must`: what `here` has
+    to be to come back. `came_back`: None for what could not be tried here; `here` says why. `how`: whether
+    `here` was run, or only planned, or is arithmetic, such as a count of parameters.
     """
 
     what: str
     published: str
+    must: str
     here: str
     came_back: bool | None
     how: How
+
+    @classmethod
+    def of(
+        cls,
+        what: str,
+        published: str,
+        limits: tuple[float, float],
+        value: float,
+        how: How,
+        here: str = "",
+        unit: str = "",
+    ) -> Check:
+        """Return whether a value is within limits, both included. `here`: the value, as it is written."""
+        least, most = (f"{limit:.3g}{unit}" for limit in limits)
+        must = f"{least} to {most}"
+        if limits[0] <= 0:
+            must = f"at most {most}"
+        elif math.isinf(limits[1]):
+            must = f"at least {least}"
+        came = limits[0] <= value <= limits[1]
+        return cls(what, published, must, here or f"{value:.4g}{unit}", came, how)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +187,7 @@ class Findings:
 class Record:
     """A published record. `steps`: what is measured, with True a tiny version; `show`: what it says.
 
-    In words, see records.yaml: `reference`: what the numbers here are compared with.
+    In words, see records.yaml.
     """
 
     steps: Callable[[bool], Mapping[str, Step]]
@@ -170,4 +196,3 @@ class Record:
     source: str
     notes: Sequence[str] = ()
     wrong: str = ""
-    reference: str = "published"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
+from math import inf
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from benchmark.tasks import Task, prepare
 from benchmark.worlds import Say, WorldFailed, run_world, titled
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from published.measures import Race, ends, partition
-from published.record import Chart, Check, Finding, How, Line, Series
+from published.record import NOT, Chart, Check, Finding, How, Line, Series
 
 PLAIN, THEIRS = "a plain loop", "torchgpipe"
 AGAIN, SPEED = "recompute=always", "x its speed"
@@ -146,12 +147,12 @@ def sized(plan: Mapping[str, Any], layers: int, parameters: int) -> Check:
     """Hold a planned model's size against that of the record."""
     here = plan["layers"], plan["parameters"]
     theirs, ours = (f"{n} layers, {of:,} parameters" for n, of in ((layers, parameters), here))
-    return Check("the model", theirs, ours, here == (layers, parameters), How.ARITHMETIC)
+    return Check("the model", theirs, "the same", ours, here == (layers, parameters), How.ARITHMETIC)
 
 
 def under(what: str, gain: float, most: float, how: How) -> Check:
     """Hold a speed-up against its bound."""
-    return Check(f"{what}: under its bound", f"{most:.3f}", f"{gain:.3f}", gain <= most, how)
+    return Check.of(f"{what}: under its bound", NOT, (0, most), gain, how)
 
 
 def held_against(race: Race, pairs: Mapping[str, str]) -> Iterator[Finding]:
@@ -162,16 +163,17 @@ def held_against(race: Race, pairs: Mapping[str, str]) -> Iterator[Finding]:
         fast, small = f"{ours}: as fast as torchgpipe", f"{ours}: holds no more than torchgpipe"
         if failure := race.of[theirs]["failure"]:
             why = f"torchgpipe does not run here: {failure}"
-            yield from (Check(what, "-", why, None, How.RUN) for what in (fast, small))
+            yield from (Check(what, NOT, "-", why, None, How.RUN) for what in (fast, small))
             continue
         own_s, their_s = (median(race.seconds(name)) for name in (ours, theirs))
         own, other = bytes_of[ours] = [max(race.of[name]["peaks"]) / 2**20 for name in (ours, theirs)]
         ratios[ours], ratio = race.ratios(ours, theirs), race.ratio(ours, theirs)
         if all(known := [race.of[name]["forwards"] for name in (theirs, ours)]):
             forwards[ours] = median(known[0]) / median(known[1])
-        says = f"{own_s:.3g} s, {ratio:.2f} {SPEED}"
-        yield Check(fast, f"{their_s:.3g} s (here)", says, ratio >= 1 - TIE, How.RUN)
-        yield Check(small, f"{other:.4g} MiB (here)", f"{own:.4g} MiB", own <= other * (1 + TIE), How.RUN)
+        says = f"{ratio:.2f}: {own_s:.3g} s beside {their_s:.3g}"
+        yield Check.of(fast, NOT, (1 - TIE, inf), ratio, How.RUN, says, f" {SPEED}")
+        says = f"{own / other:.2f}: {own:.4g} MiB beside {other:.4g}"
+        yield Check.of(small, NOT, (0, 1 + TIE), own / other, How.RUN, says, " of it")
     if ratios:
         yield Series.measured("", "beside torchgpipe", "", ratios, unit=SPEED)
         for n, who in enumerate(("ours", "torchgpipe")):

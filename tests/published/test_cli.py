@@ -32,10 +32,10 @@ def show(results: dict[str, int]) -> Iterator[Finding]:
     points = {float(key): float(value) for key, value in results.items()}
     yield Series("n", "doubled", "n", points, unit="s", published={2: 4}, spread={2: (3.9, 4.1)})
     yield Series("on paper", "doubled", "n", {2: 1.5}, How.PLANNED)
-    yield Check("it is 4", "4", str(results["2"]), results["2"] == 4, How.RUN)
-    yield Check("never", "1", "no GPU", None, How.ARITHMETIC)
+    yield Check("it is 4", "4", "the same", str(results["2"]), results["2"] == 4, How.RUN)
+    yield Check("never", "1", "1", "no GPU", None, How.ARITHMETIC)
     yield from (
-        Check(f"n = {n:g}: doubled", f"{2 * n:g}", f"{of:g}", 2 * n == of, How.PLANNED)
+        Check.of(f"n = {n:g}: doubled", f"{2 * n:g}", (2 * n, 2 * n), of, How.PLANNED)
         for n, of in points.items()
     )
     yield Chart("Doubled", "n", "2 n", [Line(how.value, how, points) for how in STYLES])
@@ -69,17 +69,18 @@ def test_the_page_says_what_came_back_and_what_did_not(tmp_path: Path) -> None:
     section = page.section("doubling", record(1, 2), kept, tmp_path, "make it")
     assert [*map(section.came_back, page.KINDS)] == ["0 of 1", "1 of 2", "0 of 0, 1 not tried"]
     assert section.failed == [
-        "doubling: it is 4: published 4, here 5",
-        "doubling: n = 2: doubled: published 4, here 5",
+        "doubling: it is 4: must be the same, here 5",
+        "doubling: n = 2: doubled: must be 4 to 4, here 5",
     ]
     page.write([section], {"other": "it needs a GPU"}, tmp_path / "records.md", tmp_path)
     texts = {file: (tmp_path / file).read_text() for file in ("records.md", "report.html")}
     for text in texts.values():
         assert all(word in text for word in ("Euclid.", "By hand.", "it needs a GPU", "make it"))
     assert "3.9 - 4.1" in texts["report.html"]
-    assert "| it is 4 | 4 | 5 | run here | **no** |" in texts["records.md"]
+    assert "| it is 4 | 4 | the same | 5 | run here | **no** |" in texts["records.md"]
+    cases = "n = 1: 2 (2, 2 to 2); n = 2: 5 (4, 4 to 4), no"
     assert (
-        "| doubled | in brackets | n = 1: 2 (2); n = 2: 5 (4), no | planned here | **1 of 2** |"
+        f"| doubled | in brackets | in brackets | {cases} | planned here | **1 of 2** |"
         in texts["records.md"]
     )
     lines = (

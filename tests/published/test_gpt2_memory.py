@@ -27,8 +27,8 @@ def test_its_verdict_can_fail(always: tuple[float, ...], fits: bool) -> None:
     findings = Findings.of(gpt2_memory.show(results))
     assert {check.what: check.came_back for check in findings.checks} == {
         "parameters": False,
-        "K = 2: flat in m without": True,
-        "K = 2: with recomputation": fits,
+        "K = 2: flat in m without, max / min": True,
+        "K = 2: with recomputation, R² of N + A / m": fits,
         "K = 2: holds no more than torchgpipe": True,
     }
     assert len(figures(findings.series).lines) == 2 * 2 + 2 * 2 + 2

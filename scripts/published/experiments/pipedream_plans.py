@@ -73,12 +73,11 @@ def show(results: Results) -> Iterator[Finding]:
     """Hold plans and speed-ups against the published ones."""
     rows = {f"{row['model']} on {row['machines']}": row for row in results["plans"]}
     for what, row in rows.items():
+        (plan, chosen), same = (row["published"], row["chosen"]), row["published"] == row["chosen"]
+        yield Check(f"{what}: plan", plan, "the same", chosen, same, How.PLANNED)
         theirs, here = row["speedup"], row["predicted"]
-        yield Check(
-            f"{what}: plan", row["published"], row["chosen"], row["chosen"] == row["published"], How.PLANNED
-        )
-        says, near = f"{here:.2f}, bound by {row['bound']}", abs(here / theirs - 1) <= NEAR
-        yield Check(f"{what}: speed-up", f"{theirs:.2f}", says, near, How.PLANNED)
+        says, limits = f"{here:.2f}, bound by {row['bound']}", (theirs * (1 - NEAR), theirs * (1 + NEAR))
+        yield Check.of(f"{what}: speed-up", f"{theirs:.2f}", limits, here, How.PLANNED, says)
     published, same, best = (
         {what: row[key] for what, row in rows.items()} for key in ("speedup", "predicted", "best")
     )

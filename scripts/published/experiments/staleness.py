@@ -13,7 +13,7 @@ from typing import Any
 
 from comparison.table import Table
 from pipetrain.data import cifar10
-from published.record import Chart, Check, File, Finding, How, Line, Results, Step
+from published.record import NOT, Chart, Check, File, Finding, How, Line, Results, Step
 from published.trials import EARLY, FEEDBACK, HYBRID, PIECES, TASKS, Way, compared, priced
 
 FAR = 5  # times the goal
@@ -216,8 +216,9 @@ def checked(rows: Sequence[Row], optimizer: str, way: Way) -> Iterator[Check]:
         plain = own.get((row.task, PLAIN))
         beside = f"; plain pipedream {plain.gap:+.3g}" if plain else ""
         here = f"{row.gap:+.3g} ± {half(row.gaps):.2g} {unit}{beside}"
-        goal = f"at most {GOAL[row.metric]} {unit} below"
-        yield Check(f"{row.task}, {optimizer}, {DEPTH} stages: {way}", goal, here, row.share <= 1, How.RUN)
+        goal = f"at most {GOAL[row.metric]} {unit} below synchronous"
+        what = f"{row.task}, {optimizer}, {DEPTH} stages: {way}"
+        yield Check(what, NOT, goal, here, row.share <= 1, How.RUN)
 
 
 def charts(rows: Sequence[Row], best: Mapping[str, Way]) -> Iterator[Chart]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from comparison.verdict import noise
 from published.measures import trained
-from published.record import Chart, Check, Finding, How, Line, Results, Series, Step
+from published.record import NOT, Chart, Check, Finding, How, Line, Results, Series, Step
 
 RANKS, SEEDS = 8, (0, 1, 2)
 CLOSE = 0.3  # points of accuracy
@@ -74,8 +74,8 @@ def show(results: Results) -> Iterator[Finding]:
             continue
         gap, margin = fmean(of) - fmean(other), noise(of, other, 1)
         within = "too few seeds" if margin is None else f"noise ±{margin:.2f}"
-        what, here = f"{data}: {name}: within {CLOSE} points", f"{gap:+.2f}, {within}"
-        yield Check(what, "-", here, gap >= -CLOSE, How.RUN)
+        what, here = f"{data}: {name}: as the synchronous one", f"{gap:+.2f}, {within}"
+        yield Check(what, NOT, f"at most {CLOSE} points below", here, gap >= -CLOSE, How.RUN)
     curves = {
         name: zip(*(run["curve"] for run in of), strict=True)
         for (on, name), of in runs.items()

@@ -8,7 +8,7 @@ from typing import Any
 
 from comparison.verdict import noise
 from published.measures import ends, trained
-from published.record import Chart, Check, Finding, How, Line, Results, Series, Step
+from published.record import NOT, Chart, Check, Finding, How, Line, Results, Series, Step
 
 ONE, BARE = "one process", "without BatchNorm"
 ADDED = {  # to the name of a pipeline, such as pipeline-2
@@ -65,20 +65,22 @@ def show(results: Results) -> Iterator[Finding]:
     gaps = {name: fmean(of) - fmean(errors[ONE]) for name, of in errors.items() if name != ONE}
     if bare:
         off = max(abs(loss / bare[ONE] - 1) for loss in bare.values())
-        says = f"losses of {len(bare) - 1} pipelines off by {off:.1g} at most"
-        yield Check(f"{BARE}: the loss of one process", "-", says, off <= NEAR, How.RUN)
+        says = f"{len(bare) - 1} pipelines off by {off:.1g} at most"
+        yield Check.of(f"{BARE}: the loss of one process", NOT, (0, NEAR), off, How.RUN, says)
     alike: dict[tuple[bool, str], set[float]] = {}  # losses, by what must give the same one
     for name, gap in gaps.items():
         margin = noise(errors[name], errors[ONE], len(gaps))
         here = f"{gap:+.2f}, noise ±{margin:.2f}" if margin else f"{gap:+.2f}, too few seeds to tell noise"
         what = f"{name}: within the noise of one process"
         within = None if margin is None else abs(gap) <= margin
-        yield Check(what, f"within ±{APART} points", here, within, How.RUN)
+        yield Check(what, NOT, "within it", here, within, How.RUN)
+        what, near = f"{name}: as near to one process as published", abs(gap) <= APART
+        yield Check(what, f"within {APART} points", "the same", f"{gap:+.2f}", near, How.RUN)
         for seed, result in runs[name].items():
             alike.setdefault(("deferred" in name, seed), set()).add(result["loss"])
     most = max(map(len, alike.values()))
     says = "equal" if most == 1 else f"up to {most} losses of a seed"
-    yield Check("recompute and more stages change no bit of a loss", "-", says, most == 1, How.RUN)
+    yield Check("recompute and more stages change no bit of a loss", NOT, "equal", says, most == 1, How.RUN)
     yield Series.measured("", "top-1 error", "", errors, fmean, unit="%")
     furthest = max(map(abs, gaps.values()))
     yield Series("", "most points from one process", "", {"here": furthest}, published={"here": APART})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from math import sqrt
+from math import inf, sqrt
 from typing import Any
 
 from benchmark.held import NEAR, stage_peaks
@@ -15,7 +15,7 @@ from benchmark.worlds import Say, run_world
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.schedule.memory import GIB
 from published.measures import partition, predicted
-from published.record import Chart, Check, Finding, How, Line, Results, Series, Step, those
+from published.record import NOT, Chart, Check, Finding, How, Line, Results, Series, Step, those
 
 LIMIT, P40 = 8e9 / GIB, 22.4  # GiB of a TPUv2's core, and of the GPU that torchgpipe had
 PUBLISHED: dict[
@@ -128,16 +128,24 @@ def show(results: Results) -> Iterator[Finding]:
     yield planned("filters of it", here={k: of[-1]["size"][1] for k, of in plans.items()})
     yield planned(f"{size}: the fullest device", here=fullest, unit="GiB", bound=limit)
     for k, of in plans.items():
-        says = f"{fullest[k]:.2f} of {LIMIT:.2f} GiB"
-        yield Check(f"{k} x {tuple(of[0]['size'])}: fits", "it does", says, fullest[k] <= LIMIT, How.PLANNED)
+        what = f"{k} x {tuple(of[0]['size'])}: fits"
+        yield Check.of(what, "it does", (0, LIMIT), fullest[k], How.PLANNED, unit=" GiB")
     grows = all(one < more for one, more in pairwise(largest.values()))
     says, theirs = (" ".join(f"{n:.0f}" for n in of.values()) for of in (largest, millions))
-    yield Check("million parameters that fit grow with devices", theirs, says, grows, How.PLANNED)
+    yield Check(
+        "million parameters that fit grow with devices",
+        theirs,
+        "each over the one before",
+        says,
+        grows,
+        How.PLANNED,
+    )
     if "alone" in results:
         gib, count = max(results["alone"]["peaks"]) / GIB, results["alone"]["parameters"]
         what = "(18, 208) without a pipeline"
-        yield Check("(18, 208): parameters", f"{ALONE:,}", f"{count:,}", count == ALONE, How.ARITHMETIC)
-        yield Check(what, f"out of memory, {P40} GiB", f"{gib:.1f} GiB", gib > P40, How.PLANNED)
+        same = count == ALONE
+        yield Check("(18, 208): parameters", f"{ALONE:,}", "the same", f"{count:,}", same, How.ARITHMETIC)
+        yield Check.of(what, "out of memory", (P40, inf), gib, How.PLANNED, unit=" GiB")
         yield Series("", what, "", {"bytes": gib}, How.PLANNED, "GiB", bound={"bytes": P40})
     stages = {
         f"{name}, stage {stage}": of
@@ -149,9 +157,8 @@ def show(results: Results) -> Iterator[Finding]:
             "", "small ones, fullest", "", {at: of[n] / 2**20 for at, of in stages.items()}, how, "MiB"
         )
     for name, (measured, foreseen) in stages.items():
-        share = measured / foreseen
-        near = abs(share - 1) <= NEAR
-        yield Check(f"{name}: measured as planned", "within 10 %", f"{share:.3f} of it", near, How.RUN)
+        limits = 1 - NEAR, 1 + NEAR
+        yield Check.of(f"{name}: measured as planned", NOT, limits, measured / foreseen, How.RUN)
     lines = [Line("published", How.PUBLISHED, millions), most.line("largest in 8 GB")]
     yield Chart("Parameters", "devices", "million", lines, "xy")
     both = {"model": model, "activations": activations}

@@ -17,7 +17,7 @@ from pipetrain.schedule.actions import most_open, ranks_of
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.simulate import simulate
 from published.measures import Race, raced
-from published.record import Chart, Check, Finding, How, Line, Results, Series, Step, those
+from published.record import NOT, Chart, Check, Finding, How, Line, Results, Series, Step, those
 
 LAW = {  # parts of 1f1b's bubble, and of its memory
     "1f1b": (1, 1),
@@ -89,23 +89,22 @@ def show(results: Results) -> Iterator[Finding]:
         memories.append(Series(name, "memory", "ranks", parts, How.PLANNED, "x 1f1b", published[1]))
         off, last = max(abs(bubble[p] - published[0][p]) for p in papers), parts[max(parts)]
         says = f"{share:.2g} of 1f1b's" if share else "about 0"
-        yield Check(f"{name}: bubble", says, f"off by {off:.1f} points at most", off <= POINTS, How.PLANNED)
-        near = abs(last / memory - 1) <= SLACK
-        yield Check(f"{name}: memory", f"{memory:.2g} x 1f1b's", f"{last:.2f}", near, How.PLANNED)
+        yield Check.of(f"{name}: bubble", says, (0, POINTS), off, How.PLANNED, unit=" points off")
+        limits = memory * (1 - SLACK), memory * (1 + SLACK)
+        yield Check.of(f"{name}: memory", f"{memory:.2g} x 1f1b's", limits, last, How.PLANNED)
         if name == FIRST:
             continue
         faster = {p: (100 - bubble[p]) / (100 - of[FIRST][0]) for p, of in papers.items()}
         if most := GAINS.get(name):
-            best = max(faster.values())
-            near = abs(best / most - 1) <= SLACK / 2
-            yield Check(f"{name}: gain", f"up to {most:.2f} x 1f1b", f"{best:.2f} planned", near, How.PLANNED)
+            best, limits = max(faster.values()), (most * (1 - SLACK / 2), most * (1 + SLACK / 2))
+            yield Check.of(f"{name}: gain", f"up to {most:.2f} x 1f1b", limits, best, How.PLANNED)
         ran = {p: race.ratio(name, FIRST) for p, race in races.items()}
         bounds = {p: ran[p] / race.of_bound(name) * race.of_bound(FIRST) for p, race in races.items()}
         ratios = {p: race.ratios(name, FIRST) for p, race in races.items()}
         yield Series.measured(name, "speed", "ranks", ratios, unit="x 1f1b", bound=bounds)
         for p, bound_s in bounds.items():
-            what, near = f"{name}, {p} ranks: run as planned", abs(ran[p] / bound_s - 1) <= NEAR
-            yield Check(what, f"{bound_s:.2f} planned", f"{ran[p]:.2f}", near, How.RUN)
+            limits = bound_s * (1 - NEAR), bound_s * (1 + NEAR)
+            yield Check.of(f"{name}, {p} ranks: run as planned", NOT, limits, ran[p], How.RUN)
         gains += [Line(name, How.PLANNED, faster), Line(name, How.RUN, ran)]
     yield from (*bubbles, *memories)
     lines = [*(of.line() for of in bubbles), Line("(p-1)/(m+p-1)", How.BOUND, law)]
