@@ -1,12 +1,14 @@
 """Draws the charts of a record side by side, in one style for all records.
 
-A colour says where a line comes from: published, run here, planned here, or a bound. All lines have one
-width, and their names stand at their ends.
+A method has a colour and a marker of its own in all charts of a record; a line's dashes say where it comes
+from: published, run here, planned here, or a bound. Names stand at the ends of lines. Categories are not
+joined.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,42 +22,70 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.text import Annotation
 
-STYLES: dict[How, dict[str, Any]] = {  # with Okabe and Ito's colours, which the colour-blind can tell apart
-    How.PUBLISHED: {"color": "#6e6e6e", "linestyle": (0, (5, 2)), "marker": "s"},
-    How.RUN: {"color": "#0072b2", "linestyle": "-", "marker": "o"},
-    How.PLANNED: {"color": "#d55e00", "linestyle": "-", "marker": "D", "markerfacecolor": "white"},
-    How.BOUND: {"color": "#111111", "linestyle": ":", "marker": ""},
+DASHES: dict[How, Any] = {
+    How.RUN: "-",
+    How.PLANNED: (0, (5, 1.5)),
+    How.PUBLISHED: (0, (1.5, 1.5)),
+    How.BOUND: ":",
 }
+FILLED = {How.RUN: "full", How.PLANNED: "none", How.PUBLISHED: "none", How.BOUND: "none"}  # markers
+BLACK = "#111111"  # of bounds
+# Okabe and Ito's colours, which the colour-blind can tell apart; yellow would not be seen on white.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6e6e6e")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
 WIDTH, LETTER = 1.6, 8.5  # of a line, and the size of its name, in points
 APART = 1.25  # names, in heights of a letter
 PANEL = (6.2, 3.9)  # inches
+
+Looks = Mapping[str, tuple[str, str]]
+"""The colour and the marker of each method."""
+
+
+def looks_of(charts: Sequence[Chart]) -> Looks:
+    """Return how each method looks, in the order in which they come."""
+    names = dict.fromkeys(line.name for chart in charts for line in chart.lines if line.how is not How.BOUND)
+    return dict(zip(names, zip(cycle(COLOURS), cycle(MARKERS), strict=False), strict=False))
 
 
 def draw(charts: Sequence[Chart], path: Path) -> None:
     """Write the charts as one PNG file, at most two in a row."""
     columns = min(2, len(charts))
     rows = -(-len(charts) // columns)
+    looks = looks_of(charts)
     with matplotlib.rc_context({"text.parse_math": False, "font.size": 9.5}):
         figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows + 0.3), layout="constrained")
         panels = figure.subplots(rows, columns, squeeze=False).ravel()
         for axes in panels[len(charts) :]:
             axes.set_visible(False)
-        names = [_chart(axes, chart) for axes, chart in zip(panels, charts, strict=False)]
+        names = [_chart(axes, chart, looks) for axes, chart in zip(panels, charts, strict=False)]
         hows = dict.fromkeys(line.how for how in How for c in charts for line in c.lines if line.how is how)
-        keys = [panels[0].plot([], [], label=how.value, linewidth=WIDTH, **STYLES[how])[0] for how in hows]
-        figure.legend(handles=keys, loc="outside upper left", ncols=len(keys), frameon=False)
+        style: Any = {"linewidth": WIDTH, "color": BLACK, "marker": "o", "markersize": 5}
+        keys = [
+            panels[0].plot([], [], label=how.value, **style | {"marker": ""} if how is How.BOUND else style)[
+                0
+            ]
+            for how in hows
+        ]
+        for key, how in zip(keys, hows, strict=True):
+            key.set(linestyle=DASHES[how], fillstyle=FILLED[how])
+        figure.legend(handles=keys, loc="outside upper left", ncols=len(keys), frameon=False, handlelength=4)
         figure.draw_without_rendering()
         for of_chart in names:
             _move_apart(of_chart, figure)
         figure.savefig(path, dpi=100)
 
 
-def _chart(axes: Axes, chart: Chart) -> list[Annotation]:
+def _chart(axes: Axes, chart: Chart, looks: Looks) -> list[Annotation]:
     """Draw a chart; return the names of its lines."""
     axes.set_title(chart.title, loc="left", fontsize=10, fontweight="bold")
     for line in chart.lines:
-        _line(axes, line)
-    if all(x == int(x) for line in chart.lines for x in line.points):
+        _line(axes, line, looks, joined=not chart.categories)
+    if chart.categories:
+        axes.set_xticks(
+            range(1, len(chart.categories) + 1), chart.categories, rotation=30, ha="right", fontsize=LETTER
+        )
+        axes.set_xlim(0.5, len(chart.categories) + 0.5)
+    elif all(x == int(x) for line in chart.lines for x in line.points):
         axes.locator_params("x", integer=True)
     axes.set_xlabel(chart.x)
     axes.set_ylabel(chart.y)
@@ -66,15 +96,22 @@ def _chart(axes: Axes, chart: Chart) -> list[Annotation]:
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     axes.grid(axis="y", linewidth=0.6, color="#dddddd")
     axes.spines[["top", "right"]].set_visible(False)
-    return _names(axes, chart.lines)
+    return _names(axes, chart.lines, looks)
 
 
-def _line(axes: Axes, line: Line) -> None:
-    x, style = [*line.points], STYLES[line.how]
-    axes.plot(x, [*line.points.values()], linewidth=WIDTH, markersize=5, **style)
-    if line.band is not None:
-        least, most = zip(*line.band, strict=True)
-        axes.fill_between(x, least, most, color=style["color"], alpha=0.15, linewidth=0)
+def _line(axes: Axes, line: Line, looks: Looks, joined: bool) -> None:
+    """Draw a line, or the points of categories; with its band, or at each point an interval."""
+    x, (colour, marker) = [*line.points], looks.get(line.name, (BLACK, ""))
+    dashes = DASHES[line.how] if joined or not marker else ""
+    style: Any = {"color": colour, "marker": marker, "linestyle": dashes, "fillstyle": FILLED[line.how]}
+    axes.plot(x, [*line.points.values()], linewidth=WIDTH, markersize=5 if joined else 8, **style)
+    if line.band is None:
+        return
+    least, most = zip(*line.band, strict=True)
+    if joined and len(x) > 1:
+        axes.fill_between(x, least, most, color=colour, alpha=0.15, linewidth=0)
+    else:
+        axes.vlines(x, least, most, color=colour, linewidth=WIDTH)
 
 
 def _logarithmic(axes: Axes, axis: str, lines: Sequence[Line]) -> None:
@@ -88,12 +125,13 @@ def _logarithmic(axes: Axes, axis: str, lines: Sequence[Line]) -> None:
         axes.minorticks_off()
 
 
-def _names(axes: Axes, lines: Sequence[Line]) -> list[Annotation]:
-    """Write the lines' names at their last points."""
+def _names(axes: Axes, lines: Sequence[Line], looks: Looks) -> list[Annotation]:
+    """Write each method's name once, at the last point of one of its lines."""
     style: Any = {"textcoords": "offset points", "va": "center", "fontsize": LETTER, "annotation_clip": False}
+    ends = {line.name: [*line.points.items()][-1] for line in reversed(lines)}
     return [
-        axes.annotate(line.name, [*line.points.items()][-1], (6, 0), color=STYLES[line.how]["color"], **style)
-        for line in lines
+        axes.annotate(name, end, (6, 0), color=looks.get(name, (BLACK, ""))[0], **style)
+        for name, end in ends.items()
     ]
 
 

@@ -96,8 +96,8 @@ def make_all(names: Sequence[str], out: Path, quick: bool, fresh: bool) -> int:
         sections.append(page.section(name, record, made, out, shlex.join(words)))
         print("", sections[-1].verdict.markdown, *(of.markdown for of in sections[-1].tables), sep="\n")
     at = DOCS / page.PAGE if out.resolve() == KEPT[ALL] else out / page.PAGE
-    page.write(sections, missing, at, out)
-    for sentence in (sentence for section in sections for sentence in section.failed):
+    page.write(sections, missing, at, out, quick)
+    for sentence in (sentence for section in sections * (not quick) for sentence in section.failed):
         print(f"did not come back: {sentence}")
     print(f"written to {at} and {out / page.REPORT}")
     return FAILED if missing else 0

@@ -7,6 +7,7 @@ must come back, and the numbers as tables by place. `report.html` has every line
 from __future__ import annotations
 
 import os
+import re
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -235,23 +236,36 @@ def overview(sections: Sequence[Section]) -> Table:
     return Table("Came back", ["record", "what", *(how.value for how in KINDS)], lines, (), WORDS)
 
 
-def write(sections: Sequence[Section], missing: Mapping[str, str], page: Path, folder: Path) -> None:
-    """Write `page` (Markdown) and the report into `folder`. `missing`: the other records, and why."""
+def write(
+    sections: Sequence[Section], missing: Mapping[str, str], page: Path, folder: Path, quick: bool = False
+) -> None:
+    """Write `page` (Markdown) and the report into `folder`.
+
+    `missing`: the other records, and why; `quick`: whether these are tiny versions.
+    """
     page.write_text(markdown(sections, missing, os.path.relpath(folder, page.parent)))
     loader = FileSystemLoader([Path(__file__).parent, Path(__file__).parents[1] / "comparison"])
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters["plain"] = plain
     pictures = {s.name: b64encode((folder / s.picture).read_bytes()).decode() for s in sections}
     alone = len(sections) == 1 and not missing
     text = environment.get_template("page.html").render(
         title=sections[0].record.title if alone else "Published records, made again",
         sections=sections,
         overview=None if alone else overview(sections),
+        names=[s.name for s in sections],
         missing=missing,
         pictures=pictures,
+        quick=quick,
     )
     (folder / REPORT).write_text(text)
+
+
+def plain(markdown: str) -> str:
+    """Return a sentence of Markdown without its marks of links and code."""
+    return re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", markdown).replace("`", "")
 
 
 def markdown(sections: Sequence[Section], missing: Mapping[str, str], folder: str) -> str:

@@ -94,8 +94,9 @@ class Series:
         return cls(of, name, at, here, spread=spread, **more)
 
     def line(self, name: str = "") -> Line:
-        """Return the line of what was found here."""
-        return Line(name or self.of, self.how, self.here)
+        """Return the line of what was found here, with what was measured at least and at most."""
+        band = [self.spread[place] for place in self.here] if self.spread else None
+        return Line(name or self.of, self.how, self.here, band)
 
     def theirs(self, name: str = "") -> Line:
         """Return the line of what was published."""
@@ -142,13 +143,17 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Lines over one axis. `logs`: which axes have a logarithmic scale, such as `xy`."""
+    """Lines over one axis. `logs`: which axes have a logarithmic scale, such as `xy`.
+
+    `categories`: the names of 1, 2, 3 ... on the axis, if these are no numbers.
+    """
 
     title: str
     x: str
     y: str
     lines: Sequence[Line]
     logs: str = ""
+    categories: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import pytest
 from comparison import runs
 from comparison.request import RECORDS
 from published import cli, page
-from published.charts import STYLES
+from published.charts import DASHES
 from published.cli import make
 from published.record import Chart, Check, Finding, Findings, How, Line, Record, Series, Step
 from tests.support.processes import CHECKOUT, ended, running
@@ -38,7 +38,7 @@ def show(results: dict[str, int]) -> Iterator[Finding]:
         Check.of(f"n = {n:g}: doubled", f"{2 * n:g}", (2 * n, 2 * n), of, How.PLANNED)
         for n, of in points.items()
     )
-    yield Chart("Doubled", "n", "2 n", [Line(how.value, how, points) for how in STYLES])
+    yield Chart("Doubled", "n", "2 n", [Line(how.value, how, points) for how in DASHES])
 
 
 def record(*values: int) -> Record:
@@ -77,6 +77,8 @@ def test_the_page_says_what_came_back_and_what_did_not(tmp_path: Path) -> None:
     for text in texts.values():
         assert all(word in text for word in ("Euclid.", "By hand.", "it needs a GPU", "make it"))
     assert "3.9 - 4.1" in texts["report.html"]
+    assert '<td class="text bad">no</td>' in texts["report.html"]
+    assert "`" not in texts["report.html"]
     assert "| it is 4 | 4 | the same | 5 | run here | **no** |" in texts["records.md"]
     cases = "n = 1: 2 (2, 2 to 2); n = 2: 5 (4, 4 to 4), no"
     assert (

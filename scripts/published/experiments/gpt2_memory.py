@@ -151,7 +151,7 @@ def show(results: Results) -> Iterator[Finding]:
     for title, key, unit, logs in (
         (f"Never recomputed: activations {part}", NEVER, "MiB", "x"),
         (f"Always recomputed: activations {part}", ALWAYS, "MiB", "xy"),
-        ("Always / never", "ratio", "", "xy"),
+        ("Always / never", "ratio", "x never", "xy"),
         (f"Full size, gpipe: activations {part}", "plan", "GiB", "xy"),
     ):
         yield Chart(title, "microbatches m", unit, lines[key], logs)

@@ -91,4 +91,6 @@ def show(results: Results) -> Iterator[Finding]:
             ("16 ranks", How.BOUND, [16] * len(rows)),
         )
     ]
-    yield Chart("Speed-up over data parallelism", "row of the table", "x data parallel", lines, "y")
+    yield Chart(
+        "Speed-up over data parallelism", "model and machines", "x data parallel", lines, "y", [*rows]
+    )

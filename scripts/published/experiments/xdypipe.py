@@ -72,11 +72,13 @@ def show(results: Results) -> Iterator[Finding]:
     for model, of in runs.items():
         speed = speeds_of(model, of)
         yield from timed(model, of, speed)
-        for how, by_method in ((How.RUN, speed.here), (How.PUBLISHED, speed.published)):
-            lines.append(Line(model, how, {METHODS.index(name) + 1: x for name, x in by_method.items()}))
+        spread = [speed.spread[name] for name in speed.here]
+        for how, by_method, band in ((How.RUN, speed.here, spread), (How.PUBLISHED, speed.published, None)):
+            lines.append(
+                Line(model, how, {METHODS.index(name) + 1: x for name, x in by_method.items()}, band)
+            )
     yield from studied(results["study"])
-    names = ", ".join(f"{n} {method}" for n, method in enumerate(METHODS, 1))
-    yield Chart("Speed by method", names, TIMES, lines)
+    yield Chart("Speed by method", "method", TIMES, lines, categories=METHODS)
 
 
 def published(model: str, n: int) -> dict[str, float]:
@@ -139,5 +141,7 @@ def studied(rows: Sequence[dict[str, Any]]) -> Iterator[Finding]:
         yield Check(
             f"study: {name} is within the noise of fbp", theirs, "within it", here[name], within, How.RUN
         )
-    lines = [Line(name, How.RUN, {sent[name]: mean}) for name, mean in means.items()]
+    lines = [
+        Line(name, How.RUN, {sent[name]: mean}, [accuracies.spread[name]]) for name, mean in means.items()
+    ]
     yield Chart("Study: what fewer bytes cost", "MB in an epoch", "last accuracy, %", lines)
