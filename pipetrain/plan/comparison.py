@@ -257,7 +257,7 @@ def _microbatches_differ(
     }
 
     def loss_of(start: int, end: int) -> Tensor:
-        outputs = run_parts(parts, [t.clone() for t in as_tuple(part_of(inputs, start, end))])
+        outputs = run_parts(parts, as_tuple(part_of(inputs, start, end)))
         return task.loss(parts[-1].pack(outputs), part_of(targets, start, end))
 
     with standing_in(modules, buffers), evaluating(*parts), ExitStack() as stack:

@@ -68,7 +68,7 @@ def try_task(
     where = f"task {task} cannot take the model's {outputs} (layer {layer}) with targets {of}"
     with failing(where):
         if isinstance(task, ModelLoss):
-            task.loss(made_outputs, labels)
+            task.loss(made_outputs, on_each(labels, Tensor.clone))
         else:
             _loss_tried(task, made_outputs, labels, microbatches, after_forward)
     names = ["loss", *(metric.name for metric in task.metrics)]
@@ -123,8 +123,8 @@ def used_outputs(task: Task, outputs: ValueSpec, targets: Value) -> list[bool]:
 
 
 def part_of(value: Value, start: int, end: int) -> Value:
-    """Return some samples of a value."""
-    return on_each(value, lambda t: t[start:end] if t.dim() else t)
+    """Return a copy of some samples of a value, as a loss may write its targets."""
+    return on_each(value, lambda t: (t[start:end] if t.dim() else t).clone())
 
 
 def _loss_tried(
@@ -139,7 +139,10 @@ def _loss_tried(
         )
     outputs = on_each(made_outputs, lambda t: t.detach().requires_grad_(differentiable(t)))
     try:
-        losses = task.loss(outputs, labels), task.evaluation_loss(made_outputs, labels)
+        losses = (
+            task.loss(outputs, on_each(labels, Tensor.clone)),
+            task.evaluation_loss(made_outputs, on_each(labels, Tensor.clone)),
+        )
     except Exception:
         if after_forward:  # without one there is not yet what it reads of a layer
             return

@@ -181,6 +181,17 @@ def test_trials_call_a_copy_of_a_loss_that_counts_its_calls():
     assert (loss.calls, calls) == (4, 4)
 
 
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_a_loss_may_write_its_targets_which_trials_leave_as_they_are(microbatches):
+    def loss(outputs: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(outputs, y.sub_(1).clamp_(min=0))
+
+    model, labels = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)), LABELS.clone()
+    wanted = loss(model(INPUTS), labels.clone()).item()
+    with Pipeline(model, loss, SGD, microbatches=microbatches, device="cpu", threads=1) as pipe:
+        assert pipe.step(INPUTS, labels.clone()) == pytest.approx(wanted)
+
+
 class Keeping(nn.Module):
     """Keeps what an auxiliary loss is made of, of which there is nothing before a forward."""
 
