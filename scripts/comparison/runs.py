@@ -65,10 +65,13 @@ def words(spec: Spec, folder: Path) -> list[str]:
 def claim(folder: Path) -> Iterator[int]:
     """Make a folder, and hold it alone; give the lock's descriptor.
 
-    Raises ConfigError where another one holds it. A run that outlived its comparison (killed without a chance
-    to end it) holds the descriptor, and with it the lock, too.
+    Raises ConfigError where another one holds it, or it cannot be made. A run that outlived its comparison
+    (killed without a chance to end it) holds the descriptor, and with it the lock, too.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror}; choose another --out") from error
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

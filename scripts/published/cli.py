@@ -34,6 +34,7 @@ WORDS = Path(__file__).with_name("records.yaml")
 KEPT = {ALL: DOCS / "results" / "records", STUDY: DOCS / "results" / STUDY}
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 
+STEP = {"asked", "result", "wall_s", "machine"}
 Made = dict[str, dict[str, Any]]
 """By step: `asked`, `result`, `wall_s`, and `machine`, with the date and the load at its start."""
 
@@ -57,13 +58,18 @@ def asked_for(words: Sequence[str]) -> bool:
     """Return whether a command line asks for a record, and not for another comparison."""
     own = argparse.ArgumentParser(prog="compare.py", add_help=False, allow_abbrev=False)
     own.add_argument("--experiment")
-    return own.parse_known_args(words)[0].experiment in (*RECORDS, ALL)
+    return named(own.parse_known_args(words)[0].experiment or "") in (*RECORDS, ALL)
+
+
+def named(word: str) -> str:
+    """Return the name that somebody means who writes zero_bubble."""
+    return word.replace("_", "-")
 
 
 def parser() -> argparse.ArgumentParser:
     """Make the parser of a record's options."""
     own = argparse.ArgumentParser(prog="compare.py", allow_abbrev=False)
-    own.add_argument("--experiment", metavar="NAME", choices=[*RECORDS, ALL])
+    own.add_argument("--experiment", metavar="NAME", type=named, choices=[*RECORDS, ALL])
     own.add_argument("--out", type=Path, metavar="DIR", help="default: comparisons/ and the record's name")
     own.add_argument("--quick", action="store_true", help="a tiny version, to see that it works")
     own.add_argument("--fresh", action="store_true", help="make again what is kept")
@@ -88,6 +94,8 @@ def make_all(names: Sequence[str], out: Path, quick: bool, fresh: bool) -> int:
         except KeyboardInterrupt:
             print(f"interrupted\nwhat is done is kept in {out}; the same command goes on there", flush=True)
             return INTERRUPTED
+        except ConfigError:
+            raise
         except Exception as error:  # whatever a step raises; the other records can be made
             print(f"FAILED: {one_line(error)}", flush=True)
             missing[name] = one_line(error)
@@ -111,13 +119,17 @@ def file_of(folder: Path, name: str) -> Path:
 def make(name: str, record: Record, folder: Path, quick: bool) -> Made:
     """Make the steps of a record that are not kept; return all. Raises whatever a step raises.
 
-    What is done until an interruption or an error is kept.
+    What is done until an interruption or an error is kept. ConfigError: for a file that holds anything else,
+    and for a step that docs/ would keep of a tree that is no commit's.
     """
     steps, file = record.steps(quick), file_of(folder, name)
     try:
         before: Made = json.loads(file.read_text()) if file.exists() else {}
-    except ValueError as error:
+        whole = all(step.keys() >= STEP for step in before.values())
+    except (ValueError, AttributeError) as error:
         raise ConfigError(f"{file} cannot be read: {error}; remove it, or choose another --out") from error
+    if not whole:
+        raise ConfigError(f"{file} has a step without its {', '.join(sorted(STEP))}; remove it")
     made: Made = {}
     for number, (key, step) in enumerate(steps.items(), 1):
         print(f"[{number}/{len(steps)}] {name}: {key} ... ", end="", flush=True)
@@ -126,6 +138,8 @@ def make(name: str, record: Record, folder: Path, quick: bool) -> Made:
             made[key] = before[key]
             print("kept from before")
             continue
+        if folder.resolve() in KEPT.values() and describe_machine()["pipetrain"].endswith("-dirty"):
+            raise ConfigError("docs/ keeps what a commit has made: commit first, or choose another --out")
         made[key] = {"asked": asked, **_run(step)}
         _write(file, before | made)
         print(duration(made[key]["wall_s"]), flush=True)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,7 +148,16 @@ def _made(results: Mapping[str, Mapping[str, Any]], command: str) -> tuple[str, 
     loads = [float(machine["load"]) for machine in machines]
     total = sum(step["wall_s"] for step in results.values())
     said = f"`{command}`: {total:.0f} s, {when}, load {min(loads):.1f} to {max(loads):.1f}"
-    return f"{said}, pipetrain {', '.join(revisions)}", f"Made on: {'; '.join(kinds)}."
+    since = ", whose code has changed since" if any(map(other_code, revisions)) else ""
+    return f"{said}, pipetrain {', '.join(revisions)}{since}", f"Made on: {'; '.join(kinds)}."
+
+
+def other_code(revision: str) -> bool:
+    """Return whether the package is another one than at a commit, as far as git knows."""
+    command = ["git", "diff", "--quiet", revision, "--", "pipetrain"]
+    with suppress(OSError):
+        return subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True).returncode == 1
+    return False
 
 
 def number(value: float) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from comparison import runs
 from comparison.request import RECORDS
+from pipetrain.errors import ConfigError
 from published import cli, page
 from published.charts import DASHES
 from published.cli import make
@@ -61,6 +62,34 @@ def test_what_was_made_before_an_error_is_kept(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not"):
         make("doubling", Record(lambda quick: steps, show, "", ""), tmp_path, False)
     assert json.loads((tmp_path / "doubling.json").read_text())["1"]["result"] == 2
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"1": {"asked": {}}}', '{"1": 3}'])
+def test_a_file_of_anything_else_is_refused_in_a_sentence(content: str, tmp_path: Path) -> None:
+    (tmp_path / "doubling.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"doubling.json (cannot be read|has a step without)"):
+        make("doubling", record(1), tmp_path, False)
+
+
+def test_docs_keep_no_step_of_a_tree_that_is_no_commit_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    CALLS.clear()
+    monkeypatch.setattr(cli, "KEPT", {cli.ALL: tmp_path.resolve()})
+    monkeypatch.setattr(cli, "describe_machine", lambda: {"pipetrain": "0123456789-dirty"})
+    with pytest.raises(ConfigError, match="commit first"):
+        make("doubling", record(1), tmp_path, False)
+    assert not CALLS
+
+
+def test_a_folder_under_a_file_and_a_name_with_another_dash(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    words = ["--experiment", "pipedream_plans", "--quick", "--out", str(tmp_path / "file" / "out")]
+    assert cli.asked_for(words)
+    assert cli.main(words) == cli.REFUSED
+    assert "file/out cannot be made: Not a directory; choose another --out" in capsys.readouterr().err
 
 
 def test_the_page_says_what_came_back_and_what_did_not(tmp_path: Path) -> None:
