@@ -16,6 +16,7 @@ from benchmark.tasks import Task, prepare
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from published.measures import Race, ends, held, raced, trained
 from published.record import NOT, Chart, Check, Finding, How, Line, Results, Series, Step, those
+from published.torchgpipe_race import TIE
 
 IN_FOUR, CONSTANT = "microbatches=4", ("lr_schedule=constant", "warmup=0.25", "logger=[]")
 TEXT = ("model=gpt", "model.heads=4", "data=text", "task=language_modelling", "optim=adamw")
@@ -26,8 +27,9 @@ MODELS: dict[str, Training] = {
 }
 TINY: dict[str, Training] = {"MLP": (("model=mlp", "data=digits"), 16, 2, 2)}
 RANKS, WINDOW, SEEDS = 2, 12, (0, 1, 2)  # WINDOW: batches of a turn, and between two drains
-FLUSH, ASYNCHRONOUS = "1f1b", ("pipedream", "pipedream_2bw")
+FLUSH, GPIPE, ASYNCHRONOUS = "1f1b", "gpipe", ("pipedream", "pipedream_2bw")
 DDP, ALONE = "torch DDP", "one process"
+OVER = {GPIPE: "up to 3.2 x", ALONE: "up to 20 x"}  # published, on up to 64 GPUs
 GAIN, BOUND = 1.15, (4 + RANKS - 1) / 4
 DEEP = 4  # stages whose memory is measured; a microbatch is a sample
 HELD = {"pipedream": 1, "pipedream_2bw": 4, "1f1b": 4}  # microbatches of an update
@@ -38,7 +40,10 @@ def steps(quick: bool) -> dict[str, Step]:
     of: dict[str, Step] = {}
     for model, (words, size, batches, epochs) in (TINY if quick else MODELS).items():
         task = [*words, f"batch_size={size}", IN_FOUR]
-        of[f"race, {model}"] = Step(race, {"task": task, "rounds": 1 if quick else 3})
+        of[f"race, {model}"] = Step(
+            race,
+            {"task": task, "rounds": 1 if quick else 3, "schedules": [FLUSH, GPIPE, *ASYNCHRONOUS]},
+        )
         length = f"data.train_limit={batches * size}", f"data.test_limit={4 * size}", f"epochs={epochs}"
         for seed in SEEDS[:1] if quick else SEEDS:
             for name in (FLUSH,) if quick else (FLUSH, *ASYNCHRONOUS):
@@ -53,14 +58,14 @@ def steps(quick: bool) -> dict[str, Step]:
     return of
 
 
-def race(task: Sequence[str], rounds: int) -> Any:
+def race(task: Sequence[str], rounds: int, schedules: Sequence[str]) -> Any:
     """Race everybody on the first batch of the data."""
-    return raced(partial(contestants, Task(tuple(task), None)), RANKS, rounds)
+    return raced(partial(contestants, Task(tuple(task), None), schedules), RANKS, rounds)
 
 
-def contestants(task: Task, groups: ProcessGroups) -> Builders:
+def contestants(task: Task, schedules: Sequence[str], groups: ProcessGroups) -> Builders:
     """Return what builds them. One process has all cores."""
-    ways: Ways = {name: (name,) for name in (FLUSH, *ASYNCHRONOUS)}
+    ways: Ways = {name: (name,) for name in schedules}
 
     def loop(name: str, threads: int, parallel: bool) -> Theirs:
         return plain(name, prepare(task.extended(WHOLE), FLUSH, RANKS), groups, WINDOW, threads, parallel)
@@ -105,7 +110,7 @@ def learned(model: str, timed: Race, runs: Mapping[str, Any]) -> Iterator[Findin
     for run, of in runs.items():
         curves.setdefault(run.split(", ")[0], []).append(of["curves"]["val_loss"])
     target = max(map(min, chain(*curves.values())))
-    rounds = {name: timed.seconds(name) for name in (FLUSH, *ASYNCHRONOUS, DDP, ALONE)}
+    rounds = {name: timed.seconds(name) for name in (FLUSH, GPIPE, *ASYNCHRONOUS, DDP, ALONE)}
     batch_s = {name: median(seconds) for name, seconds in rounds.items()}
     yield Series.measured(model, "a batch", "", rounds, unit="s")
     ratios = {name: timed.ratios(name, FLUSH) for name in ASYNCHRONOUS}
@@ -113,6 +118,9 @@ def learned(model: str, timed: Race, runs: Mapping[str, Any]) -> Iterator[Findin
     yield speed
     for name, gain in speed.here.items():
         yield Check.of(f"{model}, {name}: a batch", NOT, (GAIN, inf), gain, How.RUN, unit=" x 1f1b's speed")
+        for other, theirs in OVER.items():
+            what, faster = f"{model}, {name}: faster than {other}", timed.ratio(name, other)
+            yield Check.of(what, theirs, (1 + TIE, inf), faster, How.RUN, unit=" x its speed")
     for unit, cost in (("updates", dict.fromkeys(batch_s, 1.0)), ("s", batch_s)):
         values = {
             name: [
