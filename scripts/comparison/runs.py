@@ -193,19 +193,34 @@ def describe_machine() -> dict[str, str]:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     name = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
-    describe, revision = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"], ""
     root = Path(__file__).resolve().parents[2]
-    with suppress(OSError):
-        revision = subprocess.run(describe, cwd=root, capture_output=True, text=True, check=False).stdout
     return {
         "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
         "machine": f"{name[1] if name else platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB",
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": version("torch"),
-        "pipetrain": revision.strip()
+        "pipetrain": revision(root)
         or f"of the commit whose pipetrain/ is tree {git_tree(root / 'pipetrain')}",
     }
+
+
+def revision(root: Path) -> str:
+    """Return the commit of a checkout, with -dirty if its code is another; "" if it is none of git's.
+
+    What a comparison writes into docs/ is no code.
+    """
+
+    def git(*words: str) -> str:
+        command = ["git", *words]
+        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False).stdout.strip()
+
+    with suppress(OSError):
+        if commit := git("rev-parse", "--short=10", "HEAD"):
+            return commit + "-dirty" * bool(
+                git("status", "--porcelain", "--", "pipetrain", "scripts", "conf")
+            )
+    return ""
 
 
 def git_tree(folder: Path) -> str:
