@@ -125,11 +125,12 @@ def make(name: str, record: Record, folder: Path, quick: bool) -> Made:
     steps, file = record.steps(quick), file_of(folder, name)
     try:
         before: Made = json.loads(file.read_text()) if file.exists() else {}
-        whole = all(step.keys() >= STEP for step in before.values())
-    except (ValueError, AttributeError) as error:
+    except ValueError as error:
         raise ConfigError(f"{file} cannot be read: {error}; remove it, or choose another --out") from error
-    if not whole:
-        raise ConfigError(f"{file} has a step without its {', '.join(sorted(STEP))}; remove it")
+    known = isinstance(before, dict) and all(isinstance(step, dict) for step in before.values())
+    if not (known and all(step.keys() >= STEP for step in before.values())):
+        needs = ", ".join(sorted(STEP))
+        raise ConfigError(f"{file} holds no steps, each with its {needs}; remove it, or choose another --out")
     made: Made = {}
     for number, (key, step) in enumerate(steps.items(), 1):
         print(f"[{number}/{len(steps)}] {name}: {key} ... ", end="", flush=True)

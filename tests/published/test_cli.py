@@ -67,7 +67,7 @@ def test_what_was_made_before_an_error_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["[]", "{", '{"1": {"asked": {}}}', '{"1": 3}'])
 def test_a_file_of_anything_else_is_refused_in_a_sentence(content: str, tmp_path: Path) -> None:
     (tmp_path / "doubling.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"doubling.json (cannot be read|has a step without)"):
+    with pytest.raises(ConfigError, match=r"doubling.json (cannot be read|holds no steps)"):
         make("doubling", record(1), tmp_path, False)
 
 
