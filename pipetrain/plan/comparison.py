@@ -163,32 +163,39 @@ def compare_loss(plan: Plan, network: Network, task: Task, inputs: Value, target
 
     names = names_by_id(model)
     here = {id(p) for p in parts[-1].parameters()}
-    held = {id(place.tensor): place.tensor for place in places(model)}
-    kept = {key: like(tensor) for key, tensor in held.items() if tensor.is_leaf or key in names}
-    read = {key: as_leaf(kept[key], held[key]) for key in names}
+    tensors_of_model = {id(place.tensor): place.tensor for place in places(model)}
+    forward_leaves = {
+        key: like(tensor) for key, tensor in tensors_of_model.items() if tensor.is_leaf or key in names
+    }
+    loss_leaves = {key: as_leaf(forward_leaves[key], tensors_of_model[key]) for key in names}
     few = [_some_of(value, 2, plan) for value in (inputs, targets)]
     try:
-        with RngSnapshot().replayed(), standing_in(model, kept), mode or nullcontext(), ExitStack() as stack:
+        with (
+            RngSnapshot().replayed(),
+            standing_in(model, forward_leaves),
+            mode or nullcontext(),
+            ExitStack() as stack,
+        ):
             _hold_back(model, stack)
             tensors, wanted = as_tuple(on_each(few[0], like)), on_each(few[1], like)
             if traced:
                 outputs = network.run(plan.example, tensors)
             else:
                 outputs = parts[-1].pack(run_parts(parts, tensors, enters=lambda t: t.detach().clone()))
-            replace([model], {id(kept[key]): other for key, other in read.items()})
+            replace([model], {id(forward_leaves[key]): other for key, other in loss_leaves.items()})
             loss = task.loss(on_each(outputs, Tensor.detach), wanted)
         leaves = {id(getattr(node, "variable", None)) for node in graph_of(loss)}
     except Exception:  # the model may run on another device alone, and a user's code may raise anything
         return False
     for key, name in names.items():
-        if id(kept[key]) in leaves and (traced or key not in here):
+        if id(forward_leaves[key]) in leaves and (traced or key not in here):
             where = "a trace does not keep" if traced else "another stage has"
             raise ConfigError(
                 f"the loss depends on what a layer keeps of its forward, such as an auxiliary loss in an "
                 f"attribute (by the weight {name}), which {where}: let the model return it beside its "
                 f"outputs, and the loss take it from there"
             )
-        if id(read[key]) in leaves and key not in here:
+        if id(loss_leaves[key]) in leaves and key not in here:
             raise ConfigError(
                 f"the loss has a term of the weight {name}, and the last stage, which computes it, does not "
                 f"have that: let the model compute the term and return it beside its outputs, or train in "

@@ -127,8 +127,8 @@ def make(name: str, record: Record, folder: Path, quick: bool) -> Made:
         before: Made = json.loads(file.read_text()) if file.exists() else {}
     except ValueError as error:
         raise ConfigError(f"{file} cannot be read: {error}; remove it, or choose another --out") from error
-    known = isinstance(before, dict) and all(isinstance(step, dict) for step in before.values())
-    if not (known and all(step.keys() >= STEP for step in before.values())):
+    are_steps = isinstance(before, dict) and all(isinstance(step, dict) for step in before.values())
+    if not (are_steps and all(step.keys() >= STEP for step in before.values())):
         needs = ", ".join(sorted(STEP))
         raise ConfigError(f"{file} holds no steps, each with its {needs}; remove it, or choose another --out")
     made: Made = {}

@@ -5,7 +5,6 @@ All of them take turns in one world of processes, at the same cut, microbatches 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import inf
@@ -90,7 +89,7 @@ def race_torchgpipe(
         forwards = zip(*(rank["forwards"] for rank in ranks_of if rank["forwards"]), strict=True)
         marks = [[*zip(*of_round, strict=True)] for of_round in forwards]
         results[name] = ranks_of[0] | {
-            "forwards": [max(ends) - min(starts) for starts, ends in marks if max(ends) < math.inf],
+            "forwards": [max(ends) - min(starts) for starts, ends in marks if max(ends) < inf],
             "peaks": [nbytes for rank in ranks_of for nbytes in rank["peaks"]],
             "losses": next(rank["losses"] for rank in ranks_of if rank["losses"]),
             "failure": "",
