@@ -1,6 +1,7 @@
 """Small trainings with late gradients, emulated: the tasks, and a training of them.
 
-Each method chooses its rate from the task's few, by seeds that are not reported.
+Each method chooses its rate, and the share that it trains synchronously, from the same few: by seeds that are
+not reported, on samples that are neither trained on nor reported.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
-from math import inf, isfinite
+from math import isfinite
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -43,20 +44,25 @@ WARMUP, DECAY = 0.05, {"sgd": 5e-4, "adamw": 0.01, "muon": 0.01}
 OTHERS = {"accuracy": 3e-3, "loss": 2e-3}  # the rate of what Muon leaves to AdamW, by the task's metric
 PIECES = {"synchronous": 8, "pipedream_2bw": 8}  # microbatches on paper, which change no training of these
 POOLS, BLOCK = (1, 4), 32  # the convolutions that a max-pool follows; bytes of a text
-HYBRID, FEEDBACK, EARLY = "hybrid", "feedback", 0.4  # the share of updates that hybrid makes synchronously
+HYBRID, FEEDBACK = "hybrid", "feedback"
+SHARES = 0.4, 0.2, 0.6  # of the updates, which hybrid makes synchronously; rates are tried at the first
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its data and the rates that are tried, by optimizer. `every`: updates a point."""
+    """A model, its data (to train on, to tune by, to test on) and the rates that are tried, by optimizer.
+
+    `every`: updates a point of a curve; `tuned`: the seeds that are tuned by.
+    """
 
     model: Callable[[], nn.Sequential]
-    data: Callable[[], tuple[Split, Split]]
+    data: Callable[[], tuple[Split, Split, Split]]
     rates: Mapping[str, Sequence[float]]
     batch_size: int = 32
     epochs: int = 8
     every: int = 44
-    metric: str = "accuracy"  # of the test images, in %; or loss: in nats
+    metric: str = "accuracy"  # of the images, in %; or loss: in nats
+    tuned: Sequence[int] = (100, 101)
 
 
 class Way(NamedTuple):
@@ -133,17 +139,19 @@ def tiny_gpt() -> nn.Sequential:
 
 
 @cache
-def small_digits() -> tuple[Split, Split]:
-    """Return the digits at their own 8x8 pixels."""
+def small_digits() -> tuple[Split, Split, Split]:
+    """Return the digits at their own 8x8 pixels: 1,197, 240 and 360."""
     data = digits.load()
-    return shrunk(data.train, 4), shrunk(data.test, 4)
+    train, test = shrunk(data.train, 4), shrunk(data.test, 4)
+    return *parted(train, len(train) - 240), test
 
 
 @cache
-def small_cifar() -> tuple[Split, Split]:
-    """Return 10,000 images of CIFAR-10 to train on and 2,000 to test on, at 16x16, from the folder `data`."""
+def some_cifar() -> tuple[Split, Split, Split]:
+    """Return images of CIFAR-10, from the folder `data`: 10,000, 2,000 more, and all 10,000 to test on."""
     data = cifar10.load("data")
-    return shrunk(data.train.first(10_000), 2), shrunk(data.test.first(2_000), 2)
+    assert isinstance(data.train, Images)
+    return *parted(data.train.first(12_000), 10_000), data.test
 
 
 def shrunk(split: Split, times: int) -> Images:
@@ -153,63 +161,100 @@ def shrunk(split: Split, times: int) -> Images:
     return replace(split, images=small)
 
 
+def parted(split: Images, n: int) -> tuple[Images, Images]:
+    """Return the first n images and the rest."""
+    return split.first(n), replace(split, images=split.images[n:], labels=split.labels[n:])
+
+
 @cache
-def shakespeare() -> tuple[Split, Split]:
-    """Return blocks of 32 bytes: one pass of 200 updates, and 256 blocks to test on."""
-    data = text.load(block=BLOCK)
-    return data.train.first(200 * 8), data.test.first(256)
+def shakespeare() -> tuple[Split, Split, Split]:
+    """Return blocks of 32 bytes: one pass of 1,000 updates of 8, the 512 after, and 2,048 to test on."""
+    data, used = text.load(block=BLOCK), 1000 * 8
+    assert isinstance(data.train, text.Blocks)
+    after = replace(data.train, start=used * BLOCK, tokens=512 * BLOCK + 1)
+    return data.train.first(used), after, data.test.first(2048)
 
 
-# On digits with GroupNorm each method takes the best of three. Elsewhere all take one: the best of three of
-# synchronous runs of the GPT (.002, .004, .008; .005, .01, .02) and of the residual chain by Muon (the same
-# three as here), else the best of synchronous runs here, or more for SGD with BatchNorm.
+SGDS, MUONS = (0.005, 0.01, 0.02, 0.05), (0.0025, 0.005, 0.01, 0.02)
 TASKS = {
-    "digits, GroupNorm": Task(
-        lambda: chain(groups), small_digits, {"sgd": (0.01, 0.02, 0.05), "muon": (0.0025, 0.005, 0.01)}
-    ),
-    "digits, BatchNorm": Task(
-        lambda: chain(nn.BatchNorm2d), small_digits, {"sgd": (0.05,), "muon": (0.005,)}
-    ),
-    "digits, residual": Task(lambda: chain(groups, True), small_digits, {"sgd": (0.02,), "muon": (0.005,)}),
+    "digits, GroupNorm": Task(lambda: chain(groups), small_digits, {"sgd": SGDS, "muon": MUONS}),
+    "digits, BatchNorm": Task(lambda: chain(nn.BatchNorm2d), small_digits, {"sgd": SGDS, "muon": MUONS}),
+    "digits, residual": Task(lambda: chain(groups, True), small_digits, {"sgd": SGDS, "muon": MUONS}),
     "CIFAR-10, GroupNorm": Task(
-        lambda: chain(groups), small_cifar, {"sgd": (0.02,), "muon": (0.005,)}, 64, 2, 52
+        lambda: chain(groups), some_cifar, {"sgd": SGDS[1:], "muon": MUONS[1:]}, 64, 2, 52, tuned=(100,)
     ),
-    "GPT": Task(tiny_gpt, shakespeare, {"adamw": (0.004,), "muon": (0.01,)}, 8, 1, 20, "loss"),
+    "GPT": Task(
+        tiny_gpt, shakespeare, {"adamw": (0.002, 0.004, 0.008), "muon": MUONS[1:]}, 8, 1, 50, "loss", (100,)
+    ),
 }
 
 
 def compared(
-    task: str,
-    optimizer: str,
-    setting: Mapping[str, Any],
-    tuned: Sequence[int],
-    seeds: Sequence[int],
-    batches: int | None = None,
+    task: str, optimizer: str, setting: Mapping[str, Any], seeds: Sequence[int], batches: int | None = None
 ) -> dict[str, Any]:
-    """Choose the rate by the seeds `tuned`, then train the others at it.
+    """Choose the rate and the share, then train the seeds with them.
 
-    `batches`: only so many, in one epoch and at one rate. Returns the `rate`, the `trials` of each rate, the
-    last `scores` by seed, and `losses` of the training, by seed, as means of `every` updates.
+    `batches`: only so many, in one epoch, without choosing. Returns the `rate` and `share`, the `trials` as
+    [rate, share, score], the last `scores` by seed, and `losses` of the training, by seed, as means of
+    `every` updates.
     """
     of, how = TASKS[task], Way(**setting)
-    rates = of.rates[optimizer]
+    rates, shares, trials = of.rates[optimizer], SHARES if HYBRID in how.correction else (0.0,), []
     if batches:
-        train, test = (split.first(batches * of.batch_size) for split in of.data())
-        of, rates = replace(of, data=lambda: (train, test), epochs=1, every=batches), rates[:1]
-    trials = [
-        fmean(trained(of, optimizer, how, rate, seed)[0] for seed in tuned) if len(rates) > 1 else 0.0
-        for rate in rates
-    ]
+        train, tuning, test = (split.first(batches * of.batch_size) for split in of.data())
+        of, rates, shares = (
+            replace(of, data=lambda: (train, tuning, test), epochs=1, every=batches),
+            rates[:1],
+            shares[:1],
+        )
     sign = -1 if of.metric == "accuracy" else 1
-    rate = rates[min(range(len(rates)), key=lambda n: sign * trials[n] if isfinite(trials[n]) else inf)]
-    scores, losses = zip(*(trained(of, optimizer, how, rate, seed) for seed in seeds), strict=True)
-    return {"rate": rate, "trials": trials, "scores": scores, "losses": losses, "every": of.every}
+
+    def best(tried: Sequence[tuple[float, float]]) -> tuple[float, float]:
+        """Return the rate and share of the best, whose scores are noted."""
+        for rate, share in tried if len(tried) > 1 else ():
+            runs = (trained(of, optimizer, how, rate, share, seed, tunes=True)[0] for seed in of.tuned)
+            trials.append([rate, share, fmean(runs)])
+        noted = [(sign * score, rate, share) for rate, share, score in trials if isfinite(score)]
+        return min(noted)[1:] if noted else tried[0]
+
+    rate, share = best([(rate, shares[0]) for rate in rates])
+    rate, share = best([(rate, share) for share in shares[1:]]) if len(shares) > 1 else (rate, share)
+    scores, losses = zip(*(trained(of, optimizer, how, rate, share, seed) for seed in seeds), strict=True)
+    return {
+        "rate": rate,
+        "share": share,
+        "trials": trials,
+        "scores": scores,
+        "losses": losses,
+        "every": of.every,
+    }
 
 
-def trained(task: Task, optimizer: str, how: Way, rate: float, seed: int) -> tuple[float, list[float]]:
-    """Train; return the last score, and the curve of the loss."""
+def rounded_otherwise(
+    task: str, optimizer: str, setting: Mapping[str, Any], rate: float, share: float, seeds: Sequence[int]
+) -> dict[str, Any]:
+    """Train the seeds with oneDNN's convolutions and with torch's own, which round otherwise.
+
+    As another processor would. Returns the `scores` and the `others`, by seed.
+    """
+    scores = {}
+    for name, onednn in (("scores", True), ("others", False)):
+        with torch.backends.mkldnn.flags(enabled=onednn):
+            scores[name] = [
+                trained(TASKS[task], optimizer, Way(**setting), rate, share, seed)[0] for seed in seeds
+            ]
+    return scores
+
+
+def trained(
+    task: Task, optimizer: str, how: Way, rate: float, share: float, seed: int, tunes: bool = False
+) -> tuple[float, list[float]]:
+    """Train; return the last score, and the curve of the loss.
+
+    `share`: of the updates that are synchronous, the first; `tunes`: scored on what is tuned by.
+    """
     torch.manual_seed(seed)
-    model, (train, test) = task.model(), task.data()
+    model, (train, tuning, test) = task.model(), task.data()
     feed = Feed(train, task.batch_size, how.microbatches, seed)
     updates = task.epochs * len(feed)
     emulation = Emulation(
@@ -221,14 +266,14 @@ def trained(task: Task, optimizer: str, how: Way, rate: float, seed: int) -> tup
         FEEDBACK in how.correction,
     )
     pipeline, losses = how.pipeline(len(model)), list[float]()
-    switch = round(EARLY * updates) if HYBRID in how.correction else 0
+    switch = round(share * updates)
     for epoch in range(task.epochs):
         batches, early = iter(feed.epoch(epoch)), min(max(switch - len(losses), 0), len(feed))
         late = len(feed) - early
         losses += emulation.train(FLUSH, islice(batches, early), early)
         losses += emulation.train(pipeline, batches, late) if late else []
     means = [fmean(losses[n : n + task.every]) for n in range(0, updates, task.every)]
-    return score(emulation, test, task.metric), [round(mean, 4) for mean in means]
+    return score(emulation, tuning if tunes else test, task.metric), [round(mean, 4) for mean in means]
 
 
 def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ def results(ends: dict[Way, float]) -> dict[str, Any]:
     return {
         "digits, GroupNorm; sgd; " + "; ".join(map(str, way)): {
             "rate": 0.1,
-            "trials": [end],
+            "share": 0.0,
+            "trials": [[0.1, 0.0, end]],
             "scores": [end + more for more in spread],
             "losses": [[2.0, 1.0 if way == SYNCHRONOUS else 0.9]] * 4,
             "every": 44,
