@@ -36,8 +36,8 @@ class Loss(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The gap as a multiple of what is tolerated: up to 1 it may be recommended."""
-        return self.gap / TOLERATED[self.metric]
+        """The end of the gap's interval as a multiple of what is tolerated: up to 1 it may be recommended."""
+        return (self.gap + self.half) / TOLERATED[self.metric]
 
     def __str__(self) -> str:
         unit, digits = UNITS[self.metric]
