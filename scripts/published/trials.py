@@ -28,12 +28,13 @@ from pipetrain.muon import Muon
 from pipetrain.schedule.actions import Schedule, most_open, most_versions
 from pipetrain.schedule.asynchronous import AsynchronousV
 from pipetrain.schedule.lower import lower
-from pipetrain.schedule.programs import one_f_one_b, pipedream, pipedream_2bw, ssp
+from pipetrain.schedule.programs import one_f_one_b, pipedream, pipedream_2bw, ssp, zb_h1
 from pipetrain.schedule.simulate import simulate, unit_cost
 from published.emulation import Emulation, Feed, Pipeline, even_cuts
 
 SCHEDULES: Mapping[str, Schedule] = {
     "synchronous": one_f_one_b,
+    "zb_h1": zb_h1,
     "pipedream": pipedream,
     "pipedream_2bw": pipedream_2bw,
     "v_async": AsynchronousV(),
@@ -42,7 +43,11 @@ SCHEDULES: Mapping[str, Schedule] = {
 FLUSH = Pipeline(one_f_one_b, window=1)
 WARMUP, DECAY = 0.05, {"sgd": 5e-4, "adamw": 0.01, "muon": 0.01}
 OTHERS = {"accuracy": 3e-3, "loss": 2e-3}  # the rate of what Muon leaves to AdamW, by the task's metric
-PIECES = {"synchronous": 8, "pipedream_2bw": 8}  # microbatches on paper, which change no training of these
+PIECES = {
+    "synchronous": 8,
+    "zb_h1": 8,
+    "pipedream_2bw": 8,
+}  # microbatches on paper, which change no training of these
 POOLS, BLOCK = (1, 4), 32  # the convolutions that a max-pool follows; bytes of a text
 HYBRID, FEEDBACK = "hybrid", "feedback"
 SHARES = 0.4, 0.2, 0.6  # of the updates, which hybrid makes synchronously; rates are tried at the first
@@ -315,7 +320,7 @@ def priced(schedule: str, ranks: int, microbatches: int) -> dict[str, float]:
     fullest rank holds, both in what one rank's part of the model has.
     """
     pieces = PIECES.get(schedule, 1) if microbatches == 1 else microbatches
-    window = 1 if schedule == "synchronous" else 44
+    window = 1 if schedule in ("synchronous", "zb_h1") else 44
     program = Pipeline(SCHEDULES[schedule], ranks, pieces).program(window)
     stages = len({a.stage for actions in program for a in actions})
     time = simulate(lower(program), pieces, cost=lambda a: unit_cost(a) / (3 * stages * pieces)).makespan

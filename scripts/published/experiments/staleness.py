@@ -185,6 +185,11 @@ def show(results: Results) -> Iterator[Finding]:
     parts = dict.fromkeys((row.task, row.optimizer) for row in rows)
     best = {optimizer: recommended(rows, optimizer) for _, optimizer in parts}
     yield from said(rows, best)
+    exact = {name: 1 / priced(name, DEPTH, 1)["time"] for name in ("synchronous", "zb_h1")}
+    yield (
+        f"Exact, on {DEPTH} devices with {DEPTH} microbatches: 1f1b is simulated {exact['synchronous']:.1f} "
+        f"times as fast as one device, zb_h1 {exact['zb_h1']:.1f} times."
+    )
     yield from said_of_rounding(those(results, AGAIN))
     for optimizer, way in best.items():
         yield from checked(rows, optimizer, way)
@@ -225,7 +230,7 @@ def said(rows: Sequence[Row], best: Mapping[str, Way]) -> Iterator[str]:
     for optimizer, way in best.items():
         of = [row for row in rows if row.optimizer == optimizer and row.way.ranks == DEPTH]
         lines = [
-            f"{r.task} {r.gap:+.2g} ({r.costs['time'] ** -1:.1f} times one device)"
+            f"{r.task} {r.gap:+.2g} ± {half(r.gaps):.2g} ({1 / r.costs['time']:.1f} times one device)"
             for r in of
             if r.way == way
         ]
@@ -236,7 +241,7 @@ def said(rows: Sequence[Row], best: Mapping[str, Way]) -> Iterator[str]:
         far = [str(w) for w, share in worst.items() if share > FAR]
         yield (
             f"{optimizer}: {way} loses least at {DEPTH} stages: {'; '.join(lines)}. "
-            f"Within the goal wherever tried too: {', '.join(near) or 'nothing'}. "
+            f"Within the goal to the intervals' ends wherever tried too: {', '.join(near) or 'nothing'}. "
             f"Failed, by more than {FAR} times the goal somewhere: {', '.join(far) or 'nothing'}."
         )
 
@@ -270,6 +275,10 @@ def charts(rows: Sequence[Row], best: Mapping[str, Way]) -> Iterator[Chart]:
             (time, {w: of[w].costs["time"] for w in ways}),
         ):
             lines = [Line(str(w), kind(w), {x * scales[w]: y for x, y in of[w].curve.items()}) for w in ways]
+            if axis == time:
+                shorter = priced("zb_h1", DEPTH, 1)["time"]
+                curve = {x * shorter: y for x, y in of[SYNCHRONOUS].curve.items()}
+                lines.append(Line("synchronous, zb_h1", How.RUN, curve))
             yield Chart(f"{title}, {DEPTH} stages", axis, "training loss", lines, log)
 
 
