@@ -180,38 +180,52 @@ def shakespeare() -> tuple[Split, Split, Split]:
     return data.train.first(used), after, data.test.first(2048)
 
 
-SGDS, MUONS = (0.005, 0.01, 0.02, 0.05), (0.0025, 0.005, 0.01, 0.02)
+RATES = 0.00125, 0.0025, 0.005, 0.01, 0.02
 TASKS = {
-    "digits, GroupNorm": Task(lambda: chain(groups), small_digits, {"sgd": SGDS, "muon": MUONS}),
-    "digits, BatchNorm": Task(lambda: chain(nn.BatchNorm2d), small_digits, {"sgd": SGDS, "muon": MUONS}),
-    "digits, residual": Task(lambda: chain(groups, True), small_digits, {"sgd": SGDS, "muon": MUONS}),
+    "digits, GroupNorm": Task(lambda: chain(groups), small_digits, {"sgd": RATES, "muon": RATES}),
+    "digits, BatchNorm": Task(lambda: chain(nn.BatchNorm2d), small_digits, {"sgd": RATES, "muon": RATES}),
+    "digits, residual": Task(lambda: chain(groups, True), small_digits, {"sgd": RATES, "muon": RATES}),
     "CIFAR-10, GroupNorm": Task(
-        lambda: chain(groups), some_cifar, {"sgd": SGDS[1:], "muon": MUONS[1:]}, 64, 2, 52, tuned=(100,)
+        lambda: chain(groups),
+        some_cifar,
+        {"sgd": (0.005, 0.01, 0.02, 0.05), "muon": (0.005, 0.01, 0.02, 0.04)},
+        64,
+        2,
+        52,
+        tuned=(100,),
     ),
     "GPT": Task(
-        tiny_gpt, shakespeare, {"adamw": (0.002, 0.004, 0.008), "muon": MUONS[1:]}, 8, 1, 50, "loss", (100,)
+        tiny_gpt,
+        shakespeare,
+        {"adamw": (0.002, 0.004, 0.008), "muon": (0.005, 0.01, 0.02)},
+        8,
+        1,
+        50,
+        "loss",
+        (100,),
     ),
 }
 
 
 def compared(
-    task: str, optimizer: str, setting: Mapping[str, Any], seeds: Sequence[int], batches: int | None = None
+    task: str,
+    optimizer: str,
+    setting: Mapping[str, Any],
+    rates: Sequence[float],
+    shares: Sequence[float],
+    seeds: Sequence[int],
+    batches: int | None = None,
 ) -> dict[str, Any]:
-    """Choose the rate and the share, then train the seeds with them.
+    """Choose the rate, by the first share, then the share; train the seeds with them.
 
-    `batches`: only so many, in one epoch, without choosing. Returns the `rate` and `share`, the `trials` as
+    `batches`: only so many, in one epoch. Returns the `rate` and `share`, the `trials` as
     [rate, share, score], the last `scores` by seed, and `losses` of the training, by seed, as means of
     `every` updates.
     """
-    of, how = TASKS[task], Way(**setting)
-    rates, shares, trials = of.rates[optimizer], SHARES if HYBRID in how.correction else (0.0,), []
+    of, how, trials = TASKS[task], Way(**setting), list[list[float]]()
     if batches:
         train, tuning, test = (split.first(batches * of.batch_size) for split in of.data())
-        of, rates, shares = (
-            replace(of, data=lambda: (train, tuning, test), epochs=1, every=batches),
-            rates[:1],
-            shares[:1],
-        )
+        of = replace(of, data=lambda: (train, tuning, test), epochs=1, every=batches)
     sign = -1 if of.metric == "accuracy" else 1
 
     def best(tried: Sequence[tuple[float, float]]) -> tuple[float, float]:

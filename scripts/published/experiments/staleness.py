@@ -14,7 +14,7 @@ from typing import Any
 from comparison.table import Table
 from pipetrain.data import cifar10
 from published.record import NOT, Chart, Check, File, Finding, How, Line, Results, Step, those
-from published.trials import FEEDBACK, PIECES, TASKS, Way, compared, priced, rounded_otherwise
+from published.trials import FEEDBACK, HYBRID, PIECES, SHARES, TASKS, Way, compared, priced, rounded_otherwise
 
 FAR = 5  # times the goal
 SEEDS, DEPTH = tuple(range(10, 20)), 8
@@ -53,6 +53,8 @@ def steps(quick: bool) -> dict[str, Step]:
             for optimizer in optimizers[:1] if quick else optimizers:
                 way = Way(*setting)
                 own: dict[str, Any] = {"task": task, "optimizer": optimizer, "setting": way._asdict()}
+                rates, shares = TASKS[task].rates[optimizer], SHARES if HYBRID in setting[-1] else (0.0,)
+                own |= {"rates": rates[:1] if quick else rates, "shares": shares[:1] if quick else shares}
                 own |= {"seeds": SEEDS[:2], "batches": 2} if quick else {"seeds": SEEDS}
                 chosen["; ".join(map(str, (task, optimizer, *way)))] = Step(compared, own)
     if not CIFAR10.exists():
