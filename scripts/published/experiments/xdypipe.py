@@ -19,6 +19,7 @@ FIRST, ONE = "layer_dist", "one process"
 WORKERS, TOPK, THRESHOLD, INT8 = "fbp + 2 workers", "fbp + topk", "fbp + threshold", "fbp + int8"
 METHODS = (FIRST, "pipedream", "fbp", WORKERS, TOPK, THRESHOLD, INT8)
 WIDTHS = {"vgg16": 16, "resnet18": 8}  # a quarter and an eighth
+AT = "method"
 TIMES, SLACK, NEAR = f"x {FIRST}", 0.05, 1e-6  # of its speed; of a published one; of a loss
 STUDY = Path(__file__).parents[3] / "docs/results/xdypipe-cifar10/runs.csv"
 RECORD = Path(__file__).with_suffix(".csv")
@@ -82,7 +83,7 @@ def show(results: Results) -> Iterator[Finding]:
             lines.append(
                 Line(model, how, {METHODS.index(name) + 1: x for name, x in by_method.items()}, band)
             )
-    yield Chart("Speed by method", "method", TIMES, lines, categories=METHODS)
+    yield Chart("Speed by method", AT, TIMES, lines, categories=METHODS)
     by_model: dict[str, list[dict[str, Any]]] = {}
     for row in results["study"]:
         by_model.setdefault(row["model"], []).append(row)
@@ -135,7 +136,7 @@ def speeds_of(model: str, runs: Runs) -> Series:
         name: [first / own for first, own in zip(here[FIRST], of, strict=True)] for name, of in here.items()
     }
     faster = {name: theirs[FIRST] / of for name, of in theirs.items()}
-    return Series.measured(model, "speed", "", speeds, unit=TIMES, published=faster)
+    return Series.measured(model, "speed", AT, speeds, unit=TIMES, published=faster)
 
 
 def timed(model: str, runs: Runs, speed: Series) -> Iterator[Finding]:
@@ -144,11 +145,11 @@ def timed(model: str, runs: Runs, speed: Series) -> Iterator[Finding]:
     yield Check.of(f"{model}: {FIRST} has one process's loss", NOT, (0, NEAR), off, How.RUN, unit=" off")
     here = seconds_of(runs)
     yield Series.measured(
-        model, "an epoch", "", here, fmean, unit="s", published=published(model, "eachtime")
+        model, "an epoch", AT, here, fmean, unit="s", published=published(model, "eachtime")
     )
     yield speed
     sent = {name: runs[name][0]["bytes_per_epoch"] / 1e6 for name in here}
-    yield Series(model, "sent in an epoch", "", sent, unit="MB")
+    yield Series(model, "sent in an epoch", AT, sent, unit="MB")
     for name, theirs in speed.published.items():
         if name != FIRST and name in speed.here:
             what, limits = f"{model}, {name}: as fast as published", (theirs * (1 - SLACK), inf)
@@ -165,11 +166,11 @@ def studied(model: str, rows: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     at = {name: of[best[name].index(max(best[name]))]["best_epoch"] for name, of in by.items()}
     sent = {name: of[0]["bytes_per_epoch"] / 1e6 for name, of in by.items()}
     what, theirs = f"study, {model}", published(model, "acc")
-    yield Series.measured(what, "best accuracy", "", best, max, unit="%", published=theirs)
-    yield Series(what, "its epoch", "", at, published=published(model, "epoch"))
-    accuracies = Series.measured(what, "last accuracy", "", last, fmean, unit="%")
+    yield Series.measured(what, "best accuracy", AT, best, max, unit="%", published=theirs)
+    yield Series(what, "its epoch", AT, at, published=published(model, "epoch"))
+    accuracies = Series.measured(what, "last accuracy", AT, last, fmean, unit="%")
     yield accuracies
-    yield Series(what, "sent in an epoch", "", sent, unit="MB")
+    yield Series(what, "sent in an epoch", AT, sent, unit="MB")
     means = accuracies.here
     gaps = {name: means[name] - means["fbp"] for name in (INT8, TOPK, THRESHOLD) if name in means}
     for name, gap in gaps.items():
