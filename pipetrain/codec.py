@@ -5,7 +5,8 @@ headers. A codec has no state: for error feedback runtime/message_coding.py hold
 for finite tensors; others are refused, as an infinite step would make all other numbers zero.
 
 Sources: top-k with error feedback, Deep Gradient Compression (Lin et al., 2018); stochastic rounding to few
-bits, QSGD (Alistarh et al., 2017).
+bits, QSGD (Alistarh et al., 2017); a threshold with error feedback, Strom, "Scalable Distributed DNN
+Training Using Commodity GPU Cloud Computing" (2015).
 """
 
 from __future__ import annotations
@@ -173,7 +174,11 @@ class TopK(Codec):
         places, *_ = self.wire_specs(TensorSpec(tuple(tensor.shape), tensor.dtype))
         flat = tensor.reshape(-1)
         indices = _places_of_largest(flat, places.shape[0])
-        return indices.to(places.dtype), *self._values.encode(flat[indices])
+        return indices.to(places.dtype), *self._values.encode(self._passing(flat[indices]))
+
+    def _passing(self, largest: Tensor) -> Tensor:
+        """Return what is sent of the largest numbers [k], which are in any order."""
+        return largest
 
     def decode(self, tensors: Sequence[Tensor], spec: TensorSpec) -> Tensor:
         places, *values = tensors
@@ -190,6 +195,30 @@ class TopKInt8(TopK):
     def __init__(self, fraction: float = 0.01, stochastic: bool = False, error_feedback: bool = True) -> None:
         super().__init__(fraction, error_feedback=error_feedback)
         self._values = Int8(stochastic=stochastic)
+
+
+class Threshold(TopK):
+    """Sends the numbers of at least `threshold` times the largest absolute one, as TopK does.
+
+    A message's size is fixed: it has room for the `capacity` of the numbers. If more reach the threshold, the
+    largest are sent, and if fewer, zeros fill it. Where all fit, |x - decoded| <= threshold max |x|, apart
+    from rounding to `values`. Raises ValueError.
+    """
+
+    name = "threshold"
+
+    def __init__(
+        self,
+        threshold: float = 0.5,
+        capacity: float = 0.02,
+        values: str = "fp16",
+        error_feedback: bool = True,
+    ) -> None:
+        super().__init__(_FRACTION.read("capacity", capacity), values, error_feedback)
+        self._threshold = _FRACTION.read("threshold", threshold)
+
+    def _passing(self, largest: Tensor) -> Tensor:
+        return largest.masked_fill(largest.abs() < self._threshold * _largest(largest), 0)
 
 
 def _places_of_largest(flat: Tensor, k: int) -> Tensor:

@@ -10,7 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipetrain.codec import Codec, Codecs, Half, Identity, Int8, NotFinite, TopK, TopKInt8, on_wire
+from pipetrain.codec import (
+    Codec,
+    Codecs,
+    Half,
+    Identity,
+    Int8,
+    NotFinite,
+    Threshold,
+    TopK,
+    TopKInt8,
+    on_wire,
+)
 from pipetrain.errors import ConfigError
 from pipetrain.model.specs import TensorSpec, specs_of
 
@@ -31,6 +42,8 @@ CODECS: list[Codec] = [
     TopK(1.0, "fp32"),
     TopKInt8(0.1),
     TopKInt8(0.5, stochastic=True),
+    Threshold(0.5, 0.2),
+    Threshold(0.01, 1.0, "fp32"),
 ]
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
@@ -210,11 +223,43 @@ def test_topk_int8_is_int8_of_what_topk_carries(x, fraction):
     assert torch.equal(back, through(Int8(), kept))
 
 
-def test_a_place_over_65504_is_exact():
+@hypothetically
+@given(
+    x=tensors(), threshold=st.sampled_from([1e-3, 0.3, 0.5, 1.0]), capacity=st.sampled_from([0.01, 0.3, 1.0])
+)
+def test_threshold_carries_what_reaches_it_the_largest_first_and_no_more_than_it_has_room_for(
+    x, threshold, capacity
+):
+    codec, n = Threshold(threshold, capacity, "fp32"), x.numel()
+    places, values = codec.encode(x)
+    room = math.ceil(round(capacity * n, 9))
+    assert (places.dtype, len(places), len(values)) == (torch.int32, room, room)
+    assert len(set(places.tolist())) == room
+    sizes = x.abs().reshape(-1).sort(descending=True).values
+    reach = int((sizes >= threshold * sizes[0]).sum()) if n else 0
+    sizes[min(reach, room) :] = 0
+    most = torch.finfo(FP32).max
+    assert torch.equal(
+        through(codec, x).abs().reshape(-1).sort(descending=True).values,
+        sizes.clamp(max=most).to(FP32).to(x.dtype) if x.dtype == FP64 else sizes,
+    )
+
+
+def test_a_threshold_s_message_is_as_large_whatever_reaches_it():
+    few, many = torch.ones(10), torch.ones(10)
+    few[1:] = torch.linspace(-0.45, 0.45, 9)
+    for x, sent in ((few, 1), (-few, 1), (many, 3), (0 * few, 0)):
+        places, values = Threshold(0.5, 0.3).encode(x)
+        assert (len(places), len(values), int((values != 0).sum())) == (3, 3, sent)
+    assert torch.equal(through(Threshold(0.5, 0.3), few), few * (few == 1))
+
+
+@pytest.mark.parametrize("codec", [TopK(2 / 100_003), Threshold(0.5, 0.001)])
+def test_a_place_over_65504_is_exact(codec):
     """In half precision it would not be: that is how the record's top-k overflowed."""
     x = torch.zeros(100_003)
     x[[70_001, 99_999]] = torch.tensor([1.0, -2.0])
-    assert torch.equal(through(TopK(2 / 100_003), x), x)
+    assert torch.equal(through(codec, x), x)
 
 
 # Bytes, and what cannot be
@@ -230,6 +275,8 @@ def test_the_bytes_of_resnet18_s_boundary():
         TopK(0.01): 6 * 20_972,
         TopK(0.01, "fp32"): 8 * 20_972,
         TopKInt8(0.01): 5 * 20_972 + 4,
+        Threshold(): 6 * 41_944,
+        Threshold(0.1, 0.01, "fp32"): 8 * 20_972,
     }.items():
         assert Codecs(backward=codec).wire_bytes([boundary], forward=False) == nbytes
         assert Codecs(backward=codec).wire_bytes([boundary], forward=True) == 2**23
@@ -254,6 +301,11 @@ def test_as_many_travel_as_the_fraction_says_as_it_is_written():
         (lambda: TopK(values="bf16"), "values=bf16 must be one of fp16, fp32"),
         (lambda: TopKInt8(error_feedback=1), "error_feedback=1 must be true or false"),
         (lambda: TopKInt8(math.nan), "fraction=nan must be a number above 0 and at most 1"),
+        (lambda: Threshold(0), "threshold=0 must be a number above 0 and at most 1"),
+        (lambda: Threshold(1.5), "threshold=1.5 must be a number above 0 and at most 1"),
+        (lambda: Threshold(capacity="all"), "capacity=all must be a number above 0 and at most 1"),
+        (lambda: Threshold(values="int8"), "values=int8 must be one of fp16, fp32"),
+        (lambda: Threshold(error_feedback="no"), "error_feedback=no must be true or false"),
     ],
 )
 def test_a_wrong_value_is_refused(make, says):

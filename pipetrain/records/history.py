@@ -218,7 +218,7 @@ class History:
         return sum(stages[stage].busy_s for stages in by_record)
 
     def _values(self, record: EpochRecord, measured: bool) -> dict[str, float]:
-        values = {"speed/learning_rate": record.lr, "speed/samples_per_s": record.samples_per_s}
+        values = {"speed/samples_per_s": record.samples_per_s}
         titles = {metric.name: metric.title or metric.name for metric in self.about.task.metrics}
         for name, title in {"loss": "loss", **titles}.items():
             values[f"{title}/train"] = record.trained[name]

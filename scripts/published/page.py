@@ -58,13 +58,15 @@ class Section:
 
     @property
     def tables(self) -> Sequence[Table]:
-        """Its own tables, or every number."""
-        return self.findings.tables or [figures(self.findings.series)]
+        """Its own tables, or every number; and the published rows."""
+        own = self.findings.tables or [figures(self.findings.series)]
+        return [*own, *self.findings.rows]
 
     @property
     def short_tables(self) -> Sequence[Table]:
-        """Its own tables, or its series by place."""
-        return self.findings.tables or by_place(self.findings.series)
+        """Its own tables, or its series by place; and the published rows."""
+        own = self.findings.tables or by_place(self.findings.series)
+        return [*own, *self.findings.rows]
 
     @property
     def failed(self) -> list[str]:

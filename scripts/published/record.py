@@ -164,7 +164,11 @@ class File:
     text: str
 
 
-Finding = Series | Check | Chart | Table | File | str
+class Rows(Table):
+    """The rows of a published table, and where ours stand: it stands behind those of the series."""
+
+
+Finding = Series | Check | Chart | Table | Rows | File | str
 """What a record says of its results; a table stands in place of those of the series, words before all."""
 
 
@@ -176,13 +180,14 @@ class Findings:
     checks: Sequence[Check]
     charts: Sequence[Chart]
     tables: Sequence[Table]
+    rows: Sequence[Rows]
     files: Sequence[File]
     text: Sequence[str]
 
     @classmethod
     def of(cls, findings: Iterable[Finding]) -> Findings:
         """Sort findings by their kinds."""
-        by_kind: dict[type, list[Any]] = {kind: [] for kind in (Series, Check, Chart, Table, File, str)}
+        by_kind: dict[type, list[Any]] = {kind: [] for kind in (Series, Check, Chart, Table, Rows, File, str)}
         for finding in findings:
             by_kind[type(finding)].append(finding)
         return cls(*by_kind.values())

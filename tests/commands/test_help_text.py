@@ -76,7 +76,7 @@ def test_the_options_are_those_of_what_is_chosen():
     [
         ("mod", ["model="]),
         ("epochs=2 model=vgg1", ["vgg11", "vgg13", "vgg16", "vgg19"]),
-        ("codec.forward=t", ["topk", "topk_int8"]),
+        ("codec.forward=t", ["threshold", "topk", "topk_int8"]),
         ("optim.m", ["optim.momentum="]),
         ("--comp", ["--completion"]),
         ("resume=runs/", []),  # by bash, from the files

@@ -20,7 +20,13 @@ from tests.comparison.support import asked, compare
 from tests.support.cases import config
 
 ROOT = Path(__file__).parents[2]
-CODECS = {"fbp + topk": "TopK", "fbp + int8": "Int8", "fbp + topk + int8": "TopKInt8"}  # of gradients
+CODECS = {  # of gradients
+    "fbp + topk": "TopK",
+    "fbp + threshold": "Threshold",
+    "fbp + int8": "Int8",
+    "fbp + topk + int8": "TopKInt8",
+}
+WORKERS = "fbp + 2 workers"
 REFUSED = {
     "": "there is nothing to compare: give --schedules, --method or --experiment",
     "--schedules gpipe gpipe": "two runs would share the folder gpipe-seed0",
@@ -93,17 +99,17 @@ def test_the_comparison_never_imports_torch():
 
 def test_every_run_of_the_experiment_has_the_record_s_recipe():
     found = load("xdypipe_full")
-    assert [*found.methods] == ["layer_dist", "pipedream", "pipedream_2bw", "fbp", *CODECS]
+    assert [*found.methods] == ["layer_dist", "pipedream", "pipedream_2bw", "fbp", WORKERS, *CODECS]
     assert (list(found.models), found.nproc, len(found.seeds)) == (["vgg16", "resnet18"], 2, 3)
-    for spec in asked("--experiment", "xdypipe_full", "--seeds", "0", "--models", "vgg16")[-2:]:
+    for spec in asked("--experiment", "xdypipe_full", "--seeds", "0", "--models", "vgg16")[-5:]:
         cfg = config(spec.arguments)
         data = (cfg.data.name, cfg.data.fallback, cfg.data.workers, cfg.batch_size)
-        assert data == ("cifar10", None, 0, 64)
+        assert data == ("cifar10", None, 2 if spec.method.name == WORKERS else 0, 64)
         assert (cfg.optim._target_, cfg.optim.lr, cfg.optim.momentum) == ("torch.optim.SGD", 0.01, 0.9)
         assert (cfg.optim.weight_decay, cfg.lr_schedule, cfg.warmup) == (5e-4, "constant", 0)
         assert (cfg.data.augment.crop, cfg.data.augment.flip) == (4, True)
         assert cfg.codec.forward._target_ == "pipetrain.codec.Identity"
-        assert cfg.codec.backward._target_ == f"pipetrain.codec.{CODECS[spec.method.name]}"
+        assert cfg.codec.backward._target_ == f"pipetrain.codec.{CODECS.get(spec.method.name, 'Identity')}"
 
 
 @pytest.mark.parametrize(

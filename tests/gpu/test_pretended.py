@@ -112,7 +112,7 @@ def test_an_order_that_is_found_while_it_runs_equals_its_reference():
         case("zbv", *SHORT, *CLIPPED, TIED, "partition=[2,3,4]", "batchnorm=batch"),
         SHARED,
         case("1f1b", *SHORT, "model._target_=tests.support.models.skipping", "partition=[7]"),
-        case("1f1b", *FLOATS, "codec.forward=int8", "codec.backward=topk"),
+        case("1f1b", *FLOATS, "codec.forward=int8", "codec.backward=threshold"),
         case(
             "pipedream", *FLOATS, "codec.forward=half", "codec.backward=half", "memory_format=channels_last"
         ),

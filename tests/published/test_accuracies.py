@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from published.cli import record_of
 from published.experiments import torchgpipe_accuracy, xdypipe
-from published.record import Findings
+from published.page import Section
+from published.record import NOT, Findings
 
-SLOW = ["vgg16, fbp + int8: as fast as published", "resnet18, fbp + topk: as fast as published"]
-COSTS = "study: fbp + topk is within the noise of fbp"
+SLOW = ["vgg16, fbp + int8: as fast as published", "resnet18, fbp + threshold: as fast as published"]
+COSTS = "study, vgg16: fbp + topk is within the noise of fbp"
 
 
 def failed(findings: Findings) -> list[str]:
@@ -28,18 +30,55 @@ def failed(findings: Findings) -> list[str]:
 def test_xdypipe_says_what_is_slow_or_not_one_process(
     model: str, method: str, more: dict[str, float], fails: list[str]
 ) -> None:
-    results: dict[str, Any] = {"study": xdypipe.study()}
+    results: dict[str, Any] = {"study": xdypipe.study("")}
     for key in (f"{m}, {name}, 0" for m in xdypipe.WIDTHS for name in (xdypipe.ONE, *xdypipe.METHODS)):
         own = more if key == f"{model}, {method}, 0" else {}
-        results[key] = {"val_loss": 1.0, "epoch_s": 10 if "layer_dist" in key else 7, **own}
+        seconds = 10 if "layer_dist" in key else 7
+        results[key] = {"val_loss": 1.0, "epoch_s": seconds, "bytes_per_epoch": 1e6, **own}
     assert {*failed(Findings.of(xdypipe.show(results)))} == {*SLOW, COSTS, *fails}
 
 
-def test_xdypipe_says_what_codecs_cost_in_the_study() -> None:
-    rows = xdypipe.study()
+@pytest.mark.parametrize(("model", "worse"), [("vgg16", xdypipe.INT8), ("resnet18", xdypipe.THRESHOLD)])
+def test_xdypipe_says_what_codecs_cost_in_the_study_of_each_model(model: str, worse: str) -> None:
+    rows = xdypipe.study("")
+    rows += [row | {"method": xdypipe.THRESHOLD} for row in rows if row["method"] == "fbp"]
+    wrong = {xdypipe.TOPK: 0.6, worse: 0.3}
     for row in rows:
-        row["val_acc"] = {"fbp + int8": 0.3, "fbp + topk": 0.6}.get(row["method"], row["val_acc"])
-    assert [check.came_back for check in Findings.of(xdypipe.studied(rows)).checks] == [False, True]
+        row |= {"model": model, "val_acc": wrong.get(row["method"], row["val_acc"])}
+    checks = Findings.of(xdypipe.show({"study": rows})).checks
+    assert {check.what: check.came_back for check in checks} == {
+        f"study, {model}: {name} is within the noise of fbp": name != worse
+        for name in (xdypipe.INT8, xdypipe.TOPK, xdypipe.THRESHOLD)
+    }
+    assert (checks[0].published == NOT) == (model == "resnet18")
+
+
+def test_each_of_xdypipe_s_rows_stands_in_the_page_with_its_run_or_why_there_is_none() -> None:
+    findings = Findings.of(xdypipe.show({"study": []}))
+    section = Section("xdypipe", record_of("xdypipe"), findings, "", "", ())
+    (table,) = findings.rows
+    assert section.tables[-1] is section.short_tables[-1] is table
+    assert len(table.lines) == 39
+    assert all(line[-1].startswith(("not run yet: ", "not run: ")) for line in table.lines)
+    numbers = {(line[6], line[7], line[8]) for line in table.lines}
+    assert {("189", "92.92", "22s"), ("138", "92.54", "32s"), ("183", "91.38", "12s")} <= numbers
+    tianhe = [line[1] for line in table.lines if line[3] == "tianhe*2"]
+    assert tianhe == ["layer_dist", "pipeline", "ours", "ours + grad_compress"]
+    (ours,) = (line for line in xdypipe.record_rows([("vgg16", xdypipe.WORKERS)]).lines if line[4] == "2")
+    assert ours[-1] == "run: vgg16, fbp + 2 workers"
+    assert xdypipe.published("vgg16", "acc") == {"layer_dist": 90.79, "pipedream": 90.4, "fbp + int8": 91.36}
+    assert xdypipe.published("vgg16", "epoch") == {"layer_dist": 79, "pipedream": 75, "fbp + int8": 171}
+    assert xdypipe.published("vgg16", "eachtime") == {"layer_dist": 21, "pipedream": 21, "fbp + int8": 7}
+    times = {"layer_dist": 156, "fbp": 146, "fbp + threshold": 75}
+    assert xdypipe.published("resnet18", "eachtime") == times
+
+
+def test_xdypipe_s_own_method_has_two_data_workers_as_the_record_had_it() -> None:
+    steps = {name: step for name, step in xdypipe.steps(False).items() if name != "study"}
+    workers = {name for name, step in steps.items() if "data.workers=2" in step.arguments["overrides"]}
+    assert workers == {"vgg16, fbp + 2 workers, 0", "vgg16, fbp + 2 workers, 1"}
+    assert len(steps) == 28
+    assert xdypipe.steps(True).keys() == {"study", "vgg16, one process, 0", "vgg16, layer_dist, 0"}
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_a_resumed_run_of_three_epochs_in_its_files_in_tensorboard_and_in_the_lo
     assert sum(stage["params"] for stage in stages) == sum(layer.params for layer in ABOUT.plan.layers)
 
     points = scalars(folder)
-    charted = {"loss/train": [2.0, 1.0], "accuracy/val": [0.5, 0.9], "speed/learning_rate": [0.1, 0.05]}
+    charted = {"loss/train": [2.0, 1.0], "accuracy/val": [0.5, 0.9]}
     of_stage = {"bubble": (0.25, 0.75), "staleness": (1, 0), "wait": (0.2, 0.6), "codec_s": (0.25, 0.0)}
     of_stage |= {"sent_mib": (1000 / 2**20, 500 / 2**20), "stage_time": (1.5 / 4, 0.5 / 4)}  # an update
     of_stage |= {"bubble_predicted": tuple(times.bubble for times in planned)}
@@ -142,6 +142,10 @@ def test_a_resumed_run_of_three_epochs_in_its_files_in_tensorboard_and_in_the_lo
     for tag, values in charted.items():
         assert points[tag][:2] == [(n, pytest.approx(value)) for n, value in enumerate(values, 1)], tag
     assert points["loss/update"][:4] == [(2, 2.5), (4, 1.5), (6, 1.25), (8, 0.75)]
+    assert points["lr/update"][:4] == [
+        (n, pytest.approx(x)) for n, x in ((2, 0.2), (4, 0.1), (6, 0.1), (8, 0.05))
+    ]
+    assert [tag for tag in points if "rate" in tag or "lr" in tag] == ["lr/update"]
     events = EventAccumulator(str(folder)).Reload()
     tags = events.Tags()
     assert "bubble/stage0" not in tags["scalars"]  # all stages share one chart, stages/bubble

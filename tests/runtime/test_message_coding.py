@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from pipetrain.codec import Codec, Codecs, Half, Int8, TopK, TopKInt8
+from pipetrain.codec import Codec, Codecs, Half, Int8, Threshold, TopK, TopKInt8
 from pipetrain.errors import TrainingStopped
 from pipetrain.model.specs import specs_of
 from pipetrain.runtime.comm.collectives import World
@@ -78,7 +78,7 @@ class StopCheck:
 
 def test_a_message_arrives_in_its_own_dtype_and_layout_and_whole_numbers_as_they_are():
     index, mask = torch.arange(7), torch.tensor([True, False])
-    for codec in (Half(), Int8("channel"), TopK(0.5), TopKInt8(0.5)):
+    for codec in (Half(), Int8("channel"), TopK(0.5), TopKInt8(0.5), Threshold(0.1, 0.5)):
         for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
             x = torch.randn(2, 3, 4, 5).to(dtype).contiguous(memory_format=torch.channels_last)
             arrived = StopCheck(Codecs(forward=codec), channels_last=True).up(index, x, mask)
@@ -103,7 +103,15 @@ def test_what_is_not_finite_is_refused_with_the_message_s_name(bad, codec):
 # Error feedback
 
 
-FED_BACK: list[Codec] = [TopK(0.3), TopK(0.1, "fp32"), TopKInt8(0.3), Int8(error_feedback=True), Signs(0.5)]
+FED_BACK: list[Codec] = [
+    TopK(0.3),
+    TopK(0.1, "fp32"),
+    TopKInt8(0.3),
+    Threshold(0.5, 0.2),
+    Threshold(0.1, 1.0, "fp32"),
+    Int8(error_feedback=True),
+    Signs(0.5),
+]
 
 
 KEPT = {torch.float64: torch.float64, torch.float32: torch.float32}  # the residual's dtype
@@ -166,5 +174,9 @@ def test_a_codec_that_changes_nothing_trains_as_none_and_an_evaluation_is_not_en
 
 @pytest.mark.processes
 def test_codecs_over_gloo(ranks):
-    codecs = [Codecs(Half(), TopKInt8(0.2)), Codecs(Int8("channel"), TopK(0.1))]
+    codecs = [
+        Codecs(Half(), TopKInt8(0.2)),
+        Codecs(Int8("channel"), TopK(0.1)),
+        Codecs(Half(), Threshold(0.5, 0.1)),
+    ]
     assert ranks(in_world, exchange_coded, codecs) == [len(codecs)] * 2

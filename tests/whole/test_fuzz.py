@@ -54,7 +54,8 @@ POOL: dict[str, list[object]] = {
     "trace": ["false", "true", 3],
     "codec.forward": ["half", "int8", "topk", *(f"int8 codec.forward.scale={x}" for x in ("channel", "x"))],
     "codec.backward": ["topk_int8", "int8 codec.backward.stochastic=true"]
-    + [f"topk codec.backward.fraction={x}" for x in (0.5, 0, 2, "x", "null")],
+    + [f"topk codec.backward.fraction={x}" for x in (0.5, 0, 2, "x", "null")]
+    + [f"threshold codec.backward.capacity={x}" for x in (0.5, 0, "x")],
     "data.drop_last": ["true", "false", "maybe"],
     "data.augment.flip": ["true", "false"],
     "model._target_": [f"tests.support.models.{name}" for name in MODELS],
