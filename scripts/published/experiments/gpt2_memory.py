@@ -51,7 +51,7 @@ Peaks = defaultdict[str, defaultdict[str, dict[int, float]]]
 def steps(quick: bool) -> dict[str, Step]:
     """Plan the model at full size; count a narrow one's bytes; time a wider one."""
     balances, counts, full, narrow = (
-        ({2: [2, 3]}, (1, 2, 4), TINY, TINY) if quick else (BALANCES, IN, FULL, NARROW)
+        ({2: [2, 3]}, (1, 4), TINY, TINY) if quick else (BALANCES, IN, FULL, NARROW)
     )
     made = {f"planned {k}": Step(plan, {"overrides": full, "balance": b, "counts": counts})
             for k, b in balances.items()}  # fmt: skip
