@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torchgpipe import GPipe, is_recomputing
+from torchgpipe.dependency import fork, join
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
 from benchmark.allocated import Allocated
@@ -58,6 +59,19 @@ def skipping(model: nn.Sequential) -> nn.Sequential:
     return nn.Sequential(*(kinds.get(layer, layer) for layer in model))
 
 
+class Tokens(nn.Module):
+    """A first layer of tokens as floats: torchgpipe orders microbatches by gradients, which integers lack."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self._layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, phony = fork(x)
+        y: Tensor = join(self._layer(x.long()), phony)
+        return y
+
+
 class Device(nn.Module):
     """A partition of torchgpipe's whose bytes are counted, with a copy of what goes to the next device."""
 
@@ -86,8 +100,10 @@ class TorchGPipe(Theirs):
         job.plan.numerics.arrange_weights(job.model)
         slices, m = job.plan.cut.slices, job.microbatches
         how = {"checkpoint": checkpoint, "deferred_batch_norm": deferred, "devices": ["cpu"] * len(slices)}
-        self._gpipe = GPipe(skipping(job.model), [one.end - one.start for one in slices], chunks=m, **how)
-        samples = job.plan.numerics.arrange(job.samples)
+        samples, layers = job.plan.numerics.arrange(job.samples), skipping(job.model)
+        if not samples.is_floating_point():
+            samples, layers[0] = samples.float().requires_grad_(), Tokens(layers[0])
+        self._gpipe = GPipe(layers, [one.end - one.start for one in slices], chunks=m, **how)
         self.forwards: list[tuple[float, float]] = []
 
         def backward() -> Tensor:

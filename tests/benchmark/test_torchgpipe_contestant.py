@@ -35,7 +35,13 @@ def products():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "recompute"),
-    [("gpt", "never"), ("vgg11", "except_last"), ("unet", "always"), ("gpt", "always")],
+    [
+        ("gpt", "never"),
+        ("vgg11", "except_last"),
+        ("unet", "always"),
+        ("gpt", "always"),
+        ("gpt", "except_last"),
+    ],
 )
 def test_trains_as_one_process_does(name, recompute):
     job = partial(prepare, TASKS[name], "gpipe", 2)
@@ -70,6 +76,17 @@ def test_bytes_of_theirs_by_hand(recompute, blocks):
     first, second = theirs.peaks()
     loss_and_its_weight = 2 * 8
     assert (first, second - loss_and_its_weight) == tuple(BLOCK * each for each in blocks)
+
+
+@pytest.mark.parametrize("recompute", ["always", "except_last"])
+def test_tokens_carry_its_ordering_on_one_device(recompute):
+    task = models.SMALL["gpt"].extended("partition=even", "microbatches=8", "batch_size=8", "model.depth=8")
+    peaks = {}
+    for mode in ("never", recompute):
+        theirs = beside.TorchGPipe(prepare(task, "gpipe", 1), ALONE, 1, mode, deferred=False)
+        theirs.run()
+        peaks[mode] = sum(theirs.peaks())
+    assert peaks[recompute] < peaks["never"] / 2  # of integers, all are held at once
 
 
 @pytest.mark.processes
