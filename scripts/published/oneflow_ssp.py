@@ -3,7 +3,8 @@
 In oneflow_ssp.csv, from github.com/ouyangyu/oneflow-test: `document` 6 is test_ssp.md, 7, 7b and 7c are
 2020_12_07_test_ssp.md, 2020_12_07_2_test_ssp.md and 2020_12_07_3_ssp.md, 8 is 20201208_of_ssp.md. `oneflow`:
 the commit of its branch dev_ssp; `images`: on a device of stage 0 at once; `static`: stage static scheduling,
-as far as it is said; MiB of the fullest process, and the utilisation of one moment, as nvidia-smi shows them.
+as far as it is said; MiB of a process, as in its tables, or else on most devices; and the utilisation of one
+moment.
 """
 
 from __future__ import annotations
