@@ -127,8 +127,10 @@ class Planner:
 
     `microbatches`: of an update, all done before the next if the schedule `flushes`; None: one per replica,
     as in PipeDream. `overlaps`: links work while ranks compute; else ranks also copy what they send and
-    receive. `limit`: the bytes of a rank, by its open microbatches in 1F1B, each with its own weight version
-    if the schedule `stashes`; messages do not count. `most`: the replicas that a stage may have.
+    receive. `adds_reduce`: a stage takes its work and then its all-reduce, as in the optimizer of PipeDream's
+    authors, not the longer of both. `limit`: the bytes of a rank, by its open microbatches in 1F1B, each with
+    its own weight version if the schedule `stashes`; messages do not count. `most`: the replicas that a stage
+    may have.
     """
 
     layers: LayerSums
@@ -136,6 +138,7 @@ class Planner:
     microbatches: int | None = None
     flushes: bool = True
     overlaps: bool = True
+    adds_reduce: bool = False
     stashes: bool = True
     limit: float = inf
     most: float = inf
@@ -214,7 +217,8 @@ class Planner:
         key = self.machines.reduce_s(first, replicas), replicas, has_open if self.limit < inf else 0
         if key not in self._stages:
             parts = [*self._parts(first, replicas).values()]
-            seconds: Array = np.maximum.reduce(parts) if self.overlaps else np.add.reduce(parts)
+            at_once = self.overlaps and not self.adds_reduce
+            seconds: Array = np.maximum.reduce(parts) if at_once else np.add.reduce(parts)
             seconds[np.tril_indices(len(seconds))] = inf
             seconds[[start not in (0, *self.layers.cuts) for start in range(len(seconds))]] = inf
             if self.limit < inf:

@@ -85,6 +85,10 @@ def test_a_stage_takes_the_longer_of_its_work_and_its_all_reduce_shared_by_its_r
         {"message": pytest.approx(0.1), "compute": 4, "all-reduce": 0},
     ]
     assert (plan.seconds, plan.bound) == (4, "compute of stage 1")
+    added = Planner(sums, Machines(4, 4, 0.1, 0.1), adds_reduce=True).priced([(0, 3), (2, 1)])
+    assert (added.parts, added.seconds) == (plan.parts, 4)
+    slow = Planner(sums, Machines(4, 1, 0.1, 5), adds_reduce=True).priced([(0, 2), (1, 2)])
+    assert slow.seconds == 150 + 3.5
     slow = Planner(sums, Machines(4, 1, 0.1, 5)).priced([(0, 2), (1, 2)])
     assert slow.parts[1] == {"message": 20, "compute": 3.5, "all-reduce": 150}
     assert (slow.seconds, slow.bound) == (150, "all-reduce of stage 1")

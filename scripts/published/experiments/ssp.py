@@ -1,4 +1,7 @@
-"""OneFlow's SSP: stages with uneven replicas beside data parallelism, run small and planned at full size."""
+"""OneFlow's SSP: stages with uneven replicas beside data parallelism, run small and planned at full size.
+
+Both have microbatches of as many images on a device: as many as the record had, and a few.
+"""
 
 from __future__ import annotations
 
@@ -18,35 +21,42 @@ from pipetrain.schedule.actions import Op
 from pipetrain.schedule.memory import peaks
 from pipetrain.schedule.programs import ssp
 from published.measures import Race, held, on_paper, profile_of, profiled, raced
+from published.oneflow_ssp import documented, epochs_and_peak
 from published.record import NOT, Chart, Check, Finding, How, Line, Results, Series, Step, those
 
 
 class Published(NamedTuple):
-    """A model of the record. `pieces`: microbatches of a batch; the last number is priced.
+    """A model of the record. `what`: its name there.
 
-    `profiles`: images and their pixels; the last profile is of the layers behind the convolutions. `samples`:
-    of PipeDream's profile. `epochs`: seconds, of the pipeline and of data parallelism.
+    `devices`: of stage 0, and of all; of ResNet50 both stages have all. `images`: of a microbatch on a
+    device, first as the record had. `profiles`: images and their pixels; the last profile is of the layers
+    behind the convolutions. `samples`: of PipeDream's profile.
     """
 
+    what: str
     cut: int
-    ranks: int
-    pieces: tuple[int, ...]
+    devices: tuple[int, int]
+    images: tuple[int, ...]
     profiles: tuple[tuple[int, int], ...]
     samples: int
-    epochs: tuple[float, float] | None = None
 
 
 SIZES = {
-    "alexnet": Published(6, 8, (7, 14, 28), ((8, 224), (64, 64)), 256, (85.5, 76.3)),
-    "vgg16": Published(10, 8, (7, 14, 28), ((1, 224), (16, 32)), 128, (1352, 1848)),
-    "resnet50": Published(1, 16, (16, 32, 64), ((1, 224),), 128),
+    "alexnet": Published("AlexNet 3:1", 6, (7, 8), (256, 128, 64), ((8, 224), (64, 64)), 256),
+    "vgg16": Published("VGG16 11:7", 10, (7, 8), (32, 16, 8), ((1, 224), (16, 32)), 128),
+    "resnet50": Published("ResNet50 1:27", 1, (16, 16), (64, 32, 16), ((1, 224),), 128),
 }
-PEAKS = {"vgg16": (4609, 3287, 6165)}  # MiB: of stage 0, stage 1, data parallelism
 PCIE, SPEEDS = 16.0, (4.0, 8.0, 16.0, 32.0, 64.0)  # GB/s, sent and received together
 LATENCY_S, IMAGENET, WINDOW = 1e-5, 1_281_167, 16  # of a message; images; batches between two drains
-SSP, PARALLEL, CLASSES = "ssp", "data parallelism", "model.num_classes=1000"
-RANKS, BATCH, PIECES = (2, 3, 4), 24, 12  # of what is run
+SSP, PARALLEL, ALONE, CLASSES = "ssp", "data parallelism", "one device", "model.num_classes=1000"
+RANKS, IMAGES = (2, 3, 4), (8, 2)  # of what is run: processes, and images of a microbatch
 WIDTH, NARROW = 32, 4  # channels that the models there begin with; with --quick
+
+
+def theirs(model: str, way: str, static: str = "off") -> dict[str, float] | None:
+    """Return the record's `seconds` and `peak`: see `epochs_and_peak`; None if it has none of one version."""
+    what = SIZES[model].what
+    return epochs_and_peak(what, static) if way == SSP else epochs_and_peak(f"{what.split()[0]}, {way}")
 
 
 def steps(quick: bool) -> dict[str, Step]:
@@ -70,15 +80,26 @@ def versions(buffer: int, batches: int) -> list[list[int]]:
     return [[a.version for a in of if a.op is Op.F] for of in ssp(2, batches, 1, buffer=buffer)]
 
 
+def devices_of(model: str, ranks: int) -> int:
+    """Return the processes of stage 0: stage 1 has one of its own, but of ResNet50 both have all."""
+    return ranks if model == "resnet50" else ranks - 1
+
+
 def ways(model: str, width: int, ranks: int) -> dict[str, tuple[str, ...]]:
-    """Return a schedule and overrides; stage 1 has one process, of ResNet50 all, as stage 0."""
-    every, first = (f"0-{last}" if last else "0" for last in (ranks - 1, ranks - 2))
-    stages = f"{every}.{every}" if model == "resnet50" else f"{first}.{ranks - 1}"
-    words, cut = (f"model.width={width}", f"batch_size={BATCH}"), f"partition=[{SIZES[model].cut}]"
-    return {
-        SSP: (SSP, *words, cut, f"placement={stages}", f"microbatches={PIECES}"),
-        PARALLEL: ("1f1b", *words, f"placement={every}", f"microbatches={ranks}"),
-    }
+    """Return a schedule and overrides by way and images of a microbatch; a batch is IMAGES[0] a device."""
+    first, size = devices_of(model, ranks), SIZES[model]
+    every, few = (f"0-{n - 1}" if n > 1 else "0" for n in (ranks, first))
+    stages = f"{every}.{every}" if first == ranks else f"{few}.{first}"
+    of = dict[str, tuple[str, ...]]()
+    for images in IMAGES:
+        for way, schedule, devices, words in (
+            (SSP, SSP, first, (f"partition=[{size.cut}]", f"placement={stages}")),
+            (PARALLEL, "1f1b", ranks, (f"placement={every}",)),
+        ):
+            batch = IMAGES[0] * devices
+            cut = f"batch_size={batch}", f"microbatches={batch // images}"
+            of[f"{way}, {images}"] = (schedule, f"model.width={width}", *words, *cut)
+    return of
 
 
 def race(models: Sequence[str], width: int, ranks: int, rounds: int) -> Any:
@@ -103,26 +124,40 @@ def contestants(models: Sequence[str], width: int, groups: ProcessGroups) -> Bui
 
 
 def planned(model: str) -> dict[str, Any]:
-    """Profile a model, and plan it on the record's devices: by way the `seconds` of an epoch and the `peaks`.
+    """Profile a model, and plan it on the record's devices, by way and images of a microbatch.
 
-    Seconds by the GB/s of a link; peaks by stage, in bytes.
+    The `seconds` of an epoch by the GB/s of a link, and the `peaks` by stage, in bytes.
     """
-    size, layers = SIZES[model], times(model)
-    parallel = (f"placement=0-{size.ranks - 1}", "partition=flops", f"microbatches={size.ranks}")
-    every = {str(m): (SSP, f"microbatches={m}") for m in size.pieces} | {PARALLEL: ("1f1b", *parallel)}
-    return {way: plan_of(model, layers, *words) for way, words in every.items()}
+    size, layers, of = SIZES[model], times(model), dict[str, Any]()
+    parallel = f"placement=0-{size.devices[1] - 1}", "partition=flops"
+    for images in size.images:
+        for way, schedule, devices, words in (
+            (SSP, SSP, size.devices[0], ()),
+            (PARALLEL, "1f1b", size.devices[1], parallel),
+        ):
+            batch = size.images[0] * devices
+            cut = f"batch_size={batch}", f"microbatches={batch // images}"
+            of[f"{way}, {images}"] = plan_of(model, layers, schedule, *words, *cut)
+    return of
 
 
 def times(model: str) -> list[LayerTime]:
-    """Return the times of each layer for an image: as measured here, scaled to a V100's for all of them."""
+    """Return the times of each layer for an image: as measured here, all scaled by one factor.
+
+    To what the record's device took alone; where it has no such number, to a V100 of PipeDream's authors.
+    """
     words = f"experiment=ssp_{model}", CLASSES, "placement=null", "partition=flops"
     every: list[LayerTime] = []
     for images, pixels in SIZES[model].profiles:
         measured = Profile.from_json(profiled(words, images, (3, pixels, pixels), 1000, 1)).layers
         begin = sum(layer.name.startswith("conv") for layer in every)
         every[begin:] = [scaled(layer, 1.0, 1 / images) for layer in measured[begin:]]
-    theirs = sum(of.forward_s + of.backward_s for of in profile_of(model).profile.layers)
-    share = theirs / SIZES[model].samples / sum(of.forward_s + of.backward_s for of in every)
+    if alone := theirs(model, ALONE):
+        image_s = alone["seconds"] / IMAGENET
+    else:
+        v100 = profile_of(model).profile.layers
+        image_s = sum(of.forward_s + of.backward_s for of in v100) / SIZES[model].samples
+    share = image_s / sum(of.forward_s + of.backward_s for of in every)
     return [scaled(layer, share, 1.0) for layer in every]
 
 
@@ -158,45 +193,58 @@ def show(results: Results) -> Iterator[Finding]:
     """Hold gains, peaks and versions against the record's."""
     plans, gains = those(results, "plan "), [Line(PARALLEL, How.BOUND, dict.fromkeys(SPEEDS, 1.0))]
     for model, of in plans.items():
-        size, pipeline, parallel = SIZES[model], of[str(SIZES[model].pieces[-1])], of[PARALLEL]
-        what = f"{model} on {size.ranks} devices"
-        here = {name: way["seconds"][str(PCIE)] for name, way in ((SSP, pipeline), (PARALLEL, parallel))}
-        theirs = dict(zip(here, size.epochs or (), strict=False))
-        ratio = size.epochs[1] / size.epochs[0] if size.epochs else None
-        yield Series(what, "an epoch", "", here, How.PLANNED, "s", theirs)
-        gain = {s: parallel["seconds"][str(s)] / pipeline["seconds"][str(s)] for s in SPEEDS}
-        gains.append(Line(model, How.PLANNED, gain))
-        published = {} if ratio is None else {SSP: ratio}
-        yield Series(what, "gain", "", {SSP: gain[PCIE]}, How.PLANNED, "x", published)
-        if ratio is not None:
-            gains.append(Line(f"{model}, published", How.PUBLISHED, {PCIE: ratio}))
-            says, limits = f"{gain[PCIE]:.2f} at {PCIE:.0f} GB/s", (1, inf) if ratio > 1 else (0, 1)
-            yield Check.of(f"{what}: gain", f"{ratio:.2f}", limits, gain[PCIE], How.PLANNED, says)
-        peaks, parallel_peak = pipeline["peaks"], parallel["peaks"][0]
-        yield from peaks_of(what, peaks, parallel_peak, How.PLANNED, PEAKS.get(model, ()))
+        yield from plan_shown(model, of, gains)
     races = {int(n): Race(of) for n, of in those(results, "race ").items()}
     speeds = list[Series]()
     for model in SIZES:
-        names = f"{model}, {SSP}", f"{model}, {PARALLEL}"
-        if ratios := {n: race.ratios(*names) for n, race in races.items() if names[0] in race.of}:
-            speeds.append(Series.measured(model, "gain", "processes", ratios, unit="x"))
-        if f"held {names[0]}" in results:
-            stages, (parallel,) = (fullest(results[f"held {name}"]) for name in names)
-            yield from peaks_of(f"{model} on {RANKS[-1]} processes", stages, parallel, How.RUN)
+        for images in IMAGES:
+            names = [f"{model}, {way}, {images}" for way in (SSP, PARALLEL)]
+            ratios = {
+                n: [devices_of(model, n) / n * ratio for ratio in race.ratios(*names)]
+                for n, race in races.items()
+                if names[0] in race.of
+            }
+            if ratios:
+                of_whom = f"{model}, {images} images"
+                speeds.append(Series.measured(of_whom, "gain", "processes", ratios, unit="x"))
+            if f"held {names[0]}" in results:
+                stages, (parallel,) = (fullest(results[f"held {name}"]) for name in names)
+                yield from peaks_of(model, f"{RANKS[-1]} processes", images, stages, parallel, How.RUN)
     yield from speeds
     if plans:
         yield Chart("Gain over data parallelism", "GB/s of a link", "x", gains, "x")
     lines = [series.line() for series in speeds]
     yield Chart("Gain over data parallelism, small images", "processes", "x", lines, "x")
-    if plans:
-        yield microbatches(plans["vgg16"])
+    if "vgg16" in plans:
+        yield peaks_drawn(plans["vgg16"])
     read = results["versions"]
     says = f"{read[0]} and {read[1]}"
     yield Check(
         "versions read with a buffer of 4", str(RING), "the same", says, read == [RING, RING], How.ARITHMETIC
     )
-    says = "orders are always static: there is nothing to switch"
-    yield Check("an epoch changes by static scheduling", "by < 2 %", "at most 2 %", says, None, How.PLANNED)
+    yield from documented()
+
+
+def plan_shown(model: str, of: Mapping[str, Any], gains: list[Line]) -> Iterator[Finding]:
+    """Show a plan, and add the lines of its gain."""
+    size = SIZES[model]
+    where, (first, *_, last) = f"{size.devices[1]} devices", size.images
+    for images in (first, last):
+        pipeline, parallel = (of[f"{way}, {images}"] for way in (SSP, PARALLEL))
+        known = [theirs(model, way) if images == first else None for way in (SSP, PARALLEL)]
+        epochs = {way: of["seconds"] for way, of in zip((SSP, PARALLEL), known, strict=True) if of}
+        gain = {s: parallel["seconds"][str(s)] / pipeline["seconds"][str(s)] for s in SPEEDS}
+        ratio = {SSP: epochs[PARALLEL] / epochs[SSP]} if len(epochs) == 2 else {}
+        what = f"{model} on {where}, {images} images"
+        here = {SSP: pipeline["seconds"][str(PCIE)], PARALLEL: parallel["seconds"][str(PCIE)]}
+        yield Series(what, "an epoch", "", here, How.PLANNED, "s", epochs)
+        yield Series(what, "gain", "", {SSP: gain[PCIE]}, How.PLANNED, "x", ratio)
+        gains.append(Line(f"{model}, {images} images", How.PLANNED, gain))
+        if ratio:
+            gains.append(Line(f"{model}, {images} images", How.PUBLISHED, {PCIE: ratio[SSP]}))
+            says, limits = f"{gain[PCIE]:.2f} at {PCIE:.0f} GB/s", (1, inf) if ratio[SSP] > 1 else (0, 1)
+            yield Check.of(f"{what}: gain", f"{ratio[SSP]:.2f}", limits, gain[PCIE], How.PLANNED, says)
+        yield from peaks_of(model, where, images, pipeline["peaks"], parallel["peaks"][0], How.PLANNED)
 
 
 def fullest(stages: Sequence[Sequence[int]]) -> list[int]:
@@ -205,25 +253,40 @@ def fullest(stages: Sequence[Sequence[int]]) -> list[int]:
 
 
 def peaks_of(
-    what: str, stages: Sequence[int], parallel: int, how: How, theirs: Sequence[float] = ()
+    model: str, where: str, images: int, stages: Sequence[int], parallel: int, how: How
 ) -> Iterator[Finding]:
-    """Give the peaks, in bytes, and the check that no stage holds as much as data parallelism."""
+    """Give the peaks, in bytes, and the check that no device holds more than in data parallelism.
+
+    A device has one stage, but of ResNet50 both.
+    """
+    what = f"{model} on {where}, {images} images"
     here = {**{f"stage {n}": nbytes for n, nbytes in enumerate(stages)}, PARALLEL: parallel}
-    mib, published = {name: n / 2**20 for name, n in here.items()}, dict(zip(here, theirs, strict=False))
+    here["fullest device"] = sum(stages) if model == "resnet50" else max(stages)
+    ways = [theirs(model, SSP), theirs(model, SSP, "on"), theirs(model, PARALLEL)]
+    says, published = NOT, dict[str, float]()
+    if how is How.PLANNED and images == SIZES[model].images[0] and all(ways):
+        off, on, whole = (of["peak"] for of in ways if of)
+        says, published = (
+            f"{off / whole:.2f}, static {on / whole:.2f}",
+            {"fullest device": off, PARALLEL: whole},
+        )
+    mib = {name: nbytes / 2**20 for name, nbytes in here.items()}
     yield Series(what, "peak", "", mib, how, "MiB", published)
-    most = max(stages) / parallel
-    yield Check.of(f"{what}: peak of each stage", NOT, (0, 1), most, how, unit=f" x {PARALLEL}")
+    most = here["fullest device"] / parallel
+    yield Check.of(f"{what}: peak of a device", says, (0, 1), most, how, unit=f" x {PARALLEL}")
 
 
-def microbatches(of: Mapping[str, Any]) -> Chart:
+def peaks_drawn(of: Mapping[str, Any]) -> Chart:
     """Draw the peaks of VGG16."""
-    pieces, mib = SIZES["vgg16"].pieces, {name: [n / 2**20 for n in way["peaks"]] for name, way in of.items()}
-    rows = {f"stage {n}": {m: mib[str(m)][n] for m in pieces} for n in range(2)}
-    rows[PARALLEL] = dict.fromkeys(pieces, mib[PARALLEL][0])
-    lines = [Line(name, How.PLANNED, row) for name, row in rows.items()]
-    names = zip(rows, PEAKS["vgg16"], strict=True)
-    lines += [Line(name, How.PUBLISHED, {pieces[-1]: theirs}) for name, theirs in names]
-    return Chart("VGG16: peak of a device", "microbatches of a batch", "MiB", lines, "x")
+    places = [("stage 0", SSP, 0), ("stage 1", SSP, 1), (PARALLEL, PARALLEL, 0)]
+    images = SIZES["vgg16"].images
+    lines = [
+        Line(name, How.PLANNED, {n: of[f"{way}, {n}"]["peaks"][stage] / 2**20 for n in images})
+        for name, way, stage in places
+    ]
+    known = {name: theirs("vgg16", way) for name, way, _ in places if name != "stage 1"}
+    lines += [Line(name, How.PUBLISHED, {images[0]: of["peak"]}) for name, of in known.items() if of]
+    return Chart("VGG16: peak of a device", "images of a microbatch", "MiB", lines, "x")
 
 
 RING = [0, 0, 0, 0, 1, 2, 3]
