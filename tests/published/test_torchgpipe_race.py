@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from published.experiments import torchgpipe_amoebanet, torchgpipe_resnet101, torchgpipe_unet
@@ -59,3 +61,47 @@ def test_ours_is_held_against_theirs_and_where_they_fail_it_is_not_tried() -> No
     assert not found.series
     assert [check.came_back for check in found.checks if "no module" in check.here] == [None, None]
     assert len(forwards_chart(failed, [1]).lines) == 2
+
+
+def raced(*names: str) -> dict[str, Any]:
+    return {name: {**OURS, "seconds": [2.0, 2.0, 2.0], "losses": [0.9]} for name in names}
+
+
+def planned(seconds: float) -> dict[str, Any]:
+    of = {"seconds": seconds, "layers": 241, "parameters": 232_687_328, "routes": [[0, 1, 4], [0, 7, 8]]}
+    return dict.fromkeys(("naive", "logged", "1", "2", "4", "8"), of)
+
+
+def both(*names: str) -> list[str]:
+    return [f"{who}-{name}" for name in names for who in ("pipeline", "torchgpipe")]
+
+
+def test_the_records_of_torchgpipe_print_its_samples_per_s_beside_ours() -> None:
+    version = {"naive-1": 59.0, "1": 80.0, "2": 1200.0, "4": 100.0, "8": 50.0}
+    plans = {"layers": 370, "parameters": 44_549_160, "run": version, "0.0.7": version, "0.0.3": version}
+    race = raced("naive-1", "naive-1, one batch", *both("1", "2"))
+    resnet = Findings.of(torchgpipe_resnet101.show({"plans": plans, "race": race}))
+    results = {"paper": planned(40.0), "narrow": planned(20.0), "race": raced(*both("1", "2", "4"))}
+    unet = Findings.of(torchgpipe_unet.show(results))
+    rates = {str(k): {str(m): float(k * m) for m in (1, 4, 32)} for k in (2, 4, 8)}
+    race = raced(*both(*(f"2, m = {m}" for m in (1, 4, 16))))
+    results = {"narrow": rates, "race": {"counts": [1, 4, 16], "samples": 2, "race": race}}
+    amoebanet = Findings.of(torchgpipe_amoebanet.show(results))
+    printed = [
+        {
+            (of.how, place): (here, of.published.get(place))
+            for of in found.series
+            if of.unit == "samples/s"
+            for place, here in of.here.items()
+        }
+        for found in (resnet, unet, amoebanet)
+    ]
+    assert printed[0][How.RUN, "pipeline-2"] == (8 / 2.0, 135.539)
+    assert printed[0][How.PLANNED, "naive-1"] == (2.0, 92.539)
+    assert printed[1][How.RUN, "pipeline-4"] == (8 / 2.0, 67.042)
+    assert printed[1][How.PLANNED, "pipeline-8"] == (40 / 20.0, 88.497)
+    assert printed[2][How.PLANNED, 32] == (8 * 32.0, 132.413)
+    assert printed[2][How.RUN, 4] == (2 * 4 / 2.0, 41.133)
+    (log,) = [of for of in unet.series if of.name == "speed-up by work" and of.of == "pipeline-8"]
+    assert log.here == {"its command, m = 40": 1.0, "its log, m = 8": 0.2}
+    assert log.bound["its log, m = 8"] == pytest.approx(3.2)
