@@ -178,6 +178,13 @@ def read_records(folder: Path) -> tuple[Summary, dict[str, list[float]]]:
         raise ValueError(f"it left no whole summary.json and metrics.csv: {error}") from error
 
 
+def others_now(seconds: float = 1.0) -> float:
+    """Return how many cores other programs keep busy, while we wait for some seconds; 0 but on Linux."""
+    before = _others_s()
+    time.sleep(seconds)
+    return max(0.0, _others_s() - before) / seconds
+
+
 def _others_s() -> float:
     """Return the seconds that others than our ended processes kept cores busy so far; 0 but on Linux."""
     if not Path("/proc/stat").exists():

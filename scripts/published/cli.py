@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
 import time
@@ -23,7 +22,8 @@ import yaml
 from comparison.figures import duration
 from comparison.processes import interruptible
 from comparison.request import RECORDS
-from comparison.runs import claim, describe_machine
+from comparison.runs import claim, describe_machine, others_now
+from comparison.verdict import BUSY
 from pipetrain.errors import ConfigError, one_line
 from published import page
 from published.record import Record, Step
@@ -36,7 +36,10 @@ FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 
 STEP = {"asked", "result", "wall_s", "machine"}
 Made = dict[str, dict[str, Any]]
-"""By step: `asked`, `result`, `wall_s`, and `machine`, with the date and the load at its start."""
+"""By step: `asked`, `result`, `wall_s`, and `machine`, with the date and, where it is timed, `others`.
+
+These are the cores that other programs kept busy in the second before it or in the one after, the more.
+"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -120,7 +123,8 @@ def make(name: str, record: Record, folder: Path, quick: bool) -> Made:
     """Make the steps of a record that are not kept; return all. Raises whatever a step raises.
 
     What is done until an interruption or an error is kept. ConfigError: for a file that holds anything else,
-    and for a step that docs/ would keep of a tree that is no commit's.
+    and for a step that docs/ would keep of a tree that is no commit's. RuntimeError: for one that docs/ would
+    keep, whose times other programs have disturbed.
     """
     steps, file = record.steps(quick), file_of(folder, name)
     try:
@@ -139,9 +143,15 @@ def make(name: str, record: Record, folder: Path, quick: bool) -> Made:
             made[key] = before[key]
             print("kept from before")
             continue
-        if folder.resolve() in KEPT.values() and describe_machine()["pipetrain"].endswith("-dirty"):
+        kept = folder.resolve() in KEPT.values()
+        if kept and describe_machine()["pipetrain"].endswith("-dirty"):
             raise ConfigError("docs/ keeps what a commit has made: commit first, or choose another --out")
         made[key] = {"asked": asked, **_run(step)}
+        if kept and (others := float(made[key]["machine"].get("others", 0))) > BUSY:
+            raise RuntimeError(
+                f"{key}: other programs kept {others:.1f} cores busy, and docs/ keeps only times without "
+                "such: run it again when they are done, or choose another --out"
+            )
         _write(file, before | made)
         print(duration(made[key]["wall_s"]), flush=True)
     _write(file, made)
@@ -149,10 +159,13 @@ def make(name: str, record: Record, folder: Path, quick: bool) -> Made:
 
 
 def _run(step: Step) -> dict[str, Any]:
-    machine = {**describe_machine(), "load": f"{os.getloadavg()[0]:.1f}"}
+    machine, before = describe_machine(), others_now() if step.timed else 0.0
     start = time.perf_counter()
     result = step.function(**step.arguments)
-    return {"result": result, "wall_s": round(time.perf_counter() - start, 1), "machine": machine}
+    wall_s = round(time.perf_counter() - start, 1)
+    if step.timed:
+        machine["others"] = f"{max(before, others_now()):.2f}"
+    return {"result": result, "wall_s": wall_s, "machine": machine}
 
 
 def _write(path: Path, made: Mapping[str, Any]) -> None:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from comparison.table import Table, markdown_table
 from published.charts import draw
+from published.made import how_made
 from published.record import Check, Findings, How, Place, Record, Series
 
 PAGE, REPORT = "records.md", "report.html"
@@ -136,30 +135,8 @@ def section(
     draw(findings.charts, folder / picture)
     for file in findings.files:
         (folder / file.name).write_text(file.text)
-    made, machine = _made(results, command)
+    made, machine = how_made(results, command)
     return Section(name, record, findings, made, picture, [*record.notes, machine])
-
-
-def _made(results: Mapping[str, Mapping[str, Any]], command: str) -> tuple[str, str]:
-    """Say by what command and when, and on what."""
-    machines = [step["machine"] for step in results.values()]
-    dates = sorted(machine["date"].split()[0] for machine in machines)
-    when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
-    kinds = {f"{m['machine']}, torch {m['torch']}, Python {m['python']}": None for m in machines}
-    revisions = {machine["pipetrain"]: None for machine in machines}
-    loads = [float(machine["load"]) for machine in machines]
-    total = sum(step["wall_s"] for step in results.values())
-    said = f"`{command}`: {total:.0f} s, {when}, load {min(loads):.1f} to {max(loads):.1f}"
-    since = ", whose code has changed since" if any(map(other_code, revisions)) else ""
-    return f"{said}, pipetrain {', '.join(revisions)}{since}", f"Made on: {'; '.join(kinds)}."
-
-
-def other_code(revision: str) -> bool:
-    """Return whether the package is another one than at a commit, as far as git knows."""
-    command = ["git", "diff", "--quiet", revision, "--", "pipetrain"]
-    with suppress(OSError):
-        return subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True).returncode == 1
-    return False
 
 
 def number(value: float) -> str:
@@ -175,7 +152,12 @@ def figures(every: Sequence[Series]) -> Table:
     for series in every:
         for place, here in series.here.items():
             spread = " - ".join(map(number, series.spread[place])) if place in series.spread else "-"
-            numbers = (series.published.get(place), here, series.bound.get(place))
+            known = series.how is How.PUBLISHED
+            numbers = (
+                here if known else series.published.get(place),
+                None if known else here,
+                series.bound.get(place),
+            )
             theirs, ours, bound = (
                 "-" if n is None else f"{number(n)} {series.unit}".strip() for n in numbers
             )

@@ -39,10 +39,14 @@ class How(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Something to measure: a function, and its arguments by name. Both can be written as JSON."""
+    """Something to measure: a function, and its arguments by name. Both can be written as JSON.
+
+    `timed`: whether its result would be another one beside other programs.
+    """
 
     function: Callable[..., Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    timed: bool = True
 
     @property
     def asked(self) -> dict[str, Any]:

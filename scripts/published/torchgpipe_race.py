@@ -29,11 +29,11 @@ Entrants = Mapping[str, Sequence[Any]]
 
 
 class Row(NamedTuple):
-    """A row of a record: microbatches, the layers of each partition, and the speed-up over one process."""
+    """A row of a record: microbatches, the layers of each partition, and samples/s."""
 
     microbatches: int
     balance: Sequence[int]
-    speedup: float
+    samples_s: float
 
 
 def pairs(
@@ -48,11 +48,22 @@ def pairs(
     }
 
 
-def speedup(of: str, name: str, rows: Mapping[int, Row], gains: Mapping[int, float]) -> Series:
-    """Return planned speed-ups by partitions beside the published ones, and their bounds."""
-    published = {n: row.speedup for n, row in rows.items()}
+def speedup(of: str, name: str, rows: Mapping[int, Row], naive: float, gains: Mapping[int, float]) -> Series:
+    """Return planned speed-ups by partitions beside the published ones, and their bounds.
+
+    `naive`: the published samples/s of one process.
+    """
+    published = {n: round(row.samples_s / naive, 3) for n, row in rows.items()}
     bounds = {n: bound(n, rows[n].microbatches) for n in gains}
     return Series(of, name, "K", gains, How.PLANNED, "x naive-1", published, bounds)
+
+
+def samples_per_s(
+    of: str, rows: Mapping[int, Row], naive: float, here: Mapping[str, float], how: How
+) -> Series:
+    """Return samples/s of `naive-1` and `pipeline-K` beside those that were published, of another machine."""
+    published = {"naive-1": naive, **{f"pipeline-{n}": row.samples_s for n, row in rows.items()}}
+    return Series(of, "speed", "", here, how, "samples/s", published)
 
 
 def bound_line(rows: Mapping[int, Row]) -> Line:

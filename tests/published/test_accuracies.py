@@ -81,36 +81,48 @@ def test_xdypipe_s_own_method_has_two_data_workers_as_the_record_had_it() -> Non
     assert xdypipe.steps(True).keys() == {"study", "vgg16, one process, 0", "vgg16, layer_dist, 0"}
 
 
+BESIDE = "pipeline-1k less dataparallel-1k"
+
+
 @pytest.mark.parametrize(
     ("key", "more", "fails"),
     [
-        ("pipeline-2: seed 1", {}, []),
-        ("pipeline-4: without BatchNorm", {"loss": 2.01}, ["without BatchNorm: the loss of one process"]),
+        ("pipeline-1k", {}, []),
+        ("pipeline-1k", {"errors": [46.3 + 0.1 * seed for seed in range(10)]}, [f"{BESIDE}: top-1 error"]),
         (
-            "pipeline-4, recompute: seed 1",
-            {"loss": 2.01},
-            ["recompute and more stages change no bit of a loss"],
+            "pipeline-1k",
+            {"errors": [45.0 + 2 * (seed % 2) + 0.1 * seed for seed in range(10)]},
+            [f"{BESIDE}: top-1 error", f"{BESIDE}: half of its interval"],
         ),
         (
-            "pipeline-2, deferred",
-            {"error": 70.0},
-            [
-                "pipeline-2, deferred: within the noise of one process",
-                "pipeline-2, deferred: as near to one process as published",
-            ],
+            "without BatchNorm: pipeline-4k",
+            {"losses": [2.01]},
+            ["pipeline-4k: without BatchNorm, off the loss of one process"],
+        ),
+        (
+            torchgpipe_accuracy.AGAIN,
+            {"losses": [2.01]},
+            [f"{torchgpipe_accuracy.AGAIN}: the loss on 2"],
         ),
     ],
 )
-def test_torchgpipe_s_accuracy_says_which_way_learns_otherwise(
-    key: str, more: dict[str, float], fails: list[str]
+def test_torchgpipe_s_accuracy_says_which_row_learns_otherwise(
+    key: str, more: dict[str, Any], fails: list[str]
 ) -> None:
     steps = torchgpipe_accuracy.steps(False)
-    assert len(steps) == 5 + 3 * 7
-    results = {
-        name: {"error": 60.0 + step.arguments["seed"], "loss": 2.0, **(more if name.startswith(key) else {})}
-        for name, step in steps.items()
-    }
+    assert len(steps) == 6 + 1 + 9
+    results = {}
+    for name, step in steps.items():
+        seeds = range(step.arguments["seeds"])
+        of = {"errors": [46.0 + 0.1 * seed for seed in seeds], "losses": [2.0 for _ in seeds]}
+        results[name] = of | (more if name == key else {})
     assert failed(Findings.of(torchgpipe_accuracy.show(results))) == fails
+
+
+def test_the_rate_is_the_record_s() -> None:
+    """It rises from 0.1 in four of 90 epochs, and falls to a tenth after 30, 60 and 80."""
+    rates = [torchgpipe_accuracy.rate(epoch / 90, 0.4) for epoch in (0, 2, 4, 29, 31, 61, 81)]
+    assert rates == pytest.approx([0.1, 0.25, 0.4, 0.4, 0.04, 0.004, 0.0004])
 
 
 def test_no_step_names_a_folder_of_this_machine() -> None:

@@ -14,10 +14,17 @@ from pipetrain.errors import ConfigError
 from published import cli, page
 from published.charts import DASHES
 from published.cli import make
+from published.made import how_made
 from published.record import Chart, Check, Finding, Findings, How, Line, Record, Series, Step
 from tests.support.processes import CHECKOUT, ended, running
 
 CALLS: list[int] = []
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other program runs, which to see takes a second."""
+    monkeypatch.setattr(cli, "others_now", lambda: 0.0)
 
 
 def double(value: int) -> int:
@@ -82,6 +89,35 @@ def test_docs_keep_no_step_of_a_tree_that_is_no_commit_s(
     assert not CALLS
 
 
+def test_docs_keep_no_time_that_other_programs_disturbed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cores = iter([0.0, 1.3])  # in the second before the step, and in the one after it
+    monkeypatch.setattr(cli, "KEPT", {cli.ALL: tmp_path.resolve()})
+    monkeypatch.setattr(cli, "describe_machine", lambda: {"pipetrain": "0123456789"})
+    monkeypatch.setattr(cli, "others_now", cores.__next__)
+    with pytest.raises(RuntimeError, match=r"1: other programs kept 1\.3 cores busy, and docs/ keeps only"):
+        make("doubling", record(1), tmp_path, False)
+    assert not (tmp_path / "doubling.json").exists()
+    untimed = Record(lambda quick: {"1": Step(double, {"value": 1}, timed=False)}, show, "", "")
+    assert make("doubling", untimed, tmp_path, False)["1"]["result"] == 2
+
+
+@pytest.mark.parametrize(("cores", "says"), [(0.1, "at most"), (1.3, "which make these times uncertain: 2")])
+def test_the_page_says_which_times_other_programs_disturbed(
+    cores: float, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = iter([0.0, 0.0, cores, 0.0])
+    monkeypatch.setattr(cli, "others_now", others.__next__)
+    kept = make("doubling", record(1, 2), tmp_path, False)
+    said, _ = how_made(kept, "make it")
+    assert f", other programs on {cores} cores at most" in said
+    assert says in said
+    old = {"1": {**kept["1"], "machine": {**kept["1"]["machine"], "load": "0.1"}}}
+    del old["1"]["machine"]["others"]
+    assert "other programs" not in how_made(old, "make it")[0]
+
+
 def test_a_folder_under_a_file_and_a_name_with_another_dash(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,11 +160,10 @@ def test_the_page_says_what_came_back_and_what_did_not(tmp_path: Path) -> None:
 
 
 def test_the_page_is_that_of_the_results_that_are_kept() -> None:
-    """But for two that plan anew as they are shown, for seconds."""
     kept = cli.KEPT[cli.ALL]
     text = (cli.DOCS / page.PAGE).read_text()
     for name in RECORDS:
-        if name.startswith("staleness") or name in ("torchgpipe-resnet101", "torchgpipe-unet"):
+        if name.startswith("staleness"):
             continue
         made = json.loads(cli.file_of(kept, name).read_text())
         record, results = cli.record_of(name), {key: step["result"] for key, step in made.items()}

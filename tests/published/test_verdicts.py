@@ -14,7 +14,6 @@ from comparison.request import RECORDS
 from published import cli
 from published.record import Finding, Findings, Results
 
-PLANS_ANEW = ("torchgpipe-resnet101", "torchgpipe-unet")  # as they are shown, for seconds
 ELSEWHERE = ("study, vgg16: fbp + int8 is within the noise of fbp",)  # tests/published/test_accuracies.py
 FACTORS = 50.0, 0.02, 1.5, 0.7
 FEW = 300  # numbers, of which each is made wrong alone too
@@ -49,9 +48,7 @@ def wrong(value: Any, factor: float) -> Any:
     return round(value * factor) + 1 if isinstance(value, int) else value * factor
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in RECORDS if not n.startswith("staleness") and n not in PLANS_ANEW]
-)
+@pytest.mark.parametrize("name", [n for n in RECORDS if not n.startswith("staleness")])
 def test_every_line_that_came_back_can_fail(name: str) -> None:
     made = json.loads(cli.file_of(cli.KEPT[cli.ALL], name).read_text())
     record, results = cli.record_of(name), {key: step["result"] for key, step in made.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from statistics import median
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from published.torchgpipe_race import (
     held_against,
     pairs,
     race_torchgpipe,
+    samples_per_s,
     scaled,
     sized,
     speedup,
@@ -31,24 +33,25 @@ from published.torchgpipe_race import (
 )
 
 WORDS = [f"model._target_={__name__}.flat_resnet101", "model.num_classes=1000"]
-FULL = {"overrides": WORDS, "side": 224, "layers": 370, "most": 8}  # partitions that are planned, at most
-TINY = {"overrides": ["model=mlp", "model.width=4"], "side": 32, "layers": 6, "most": 2}
+FULL = {"overrides": WORDS, "side": 224, "layers": 370}
+TINY = {"overrides": ["model=mlp", "model.width=4"], "side": 32, "layers": 6}
 SAMPLES, M, BASE = 2, 4, 59  # of a microbatch; microbatches that are run; those of the record's one process
 LAYERS, PARAMETERS = 370, 44_549_160
-RECORD_OF = {  # by partitions: microbatches, layers of each, and the speed-up
+RECORD_OF = {  # by partitions: microbatches, layers of each, and samples/s
     "0.0.7": {
-        1: Row(BASE, [370], 0.853),
-        2: Row(1667, [135, 235], 1.414),
-        4: Row(256, [44, 92, 124, 110], 2.774),
-        8: Row(150, [26, 22, 33, 44, 44, 66, 66, 69], 4.294),
+        1: Row(BASE, [370], 81.796),
+        2: Row(1667, [135, 235], 135.539),
+        4: Row(256, [44, 92, 124, 110], 265.958),
+        8: Row(150, [26, 22, 33, 44, 44, 66, 66, 69], 411.662),
     },
     "0.0.3": {
-        1: Row(BASE, [370], 0.756),
-        2: Row(256, [140, 230], 1.489),
-        4: Row(256, [47, 96, 118, 109], 2.629),
-        8: Row(64, [26, 22, 33, 44, 44, 66, 66, 69], 4.367),
+        1: Row(BASE, [370], 69.960),
+        2: Row(256, [140, 230], 137.788),
+        4: Row(256, [47, 96, 118, 109], 243.322),
+        8: Row(64, [26, 22, 33, 44, 44, 66, 66, 69], 404.084),
     },
 }
+NAIVES = {"0.0.7": 95.862, "0.0.3": 92.539}  # samples/s of one process, without recomputation
 NEW, *_ = RECORD_OF
 RANKS = 1, 2  # that are run
 NEAR, LEAST, MOST = 0.05, 0.70, 0.80
@@ -94,14 +97,41 @@ class Sum(nn.Module):
 
 
 def steps(quick: bool) -> dict[str, Step]:
-    """Measure a profile, and race."""
+    """Plan by a profile, and race."""
     size = TINY if quick else FULL
-    return {"profile": Step(profile, size), "race": Step(run, {**size, "rounds": 1 if quick else 3})}
+    most = 2 if quick else 8  # partitions
+    return {
+        "plans": Step(planned, {**size, "most": most}),
+        "race": Step(run, {**size, "rounds": 1 if quick else 3}),
+    }
 
 
-def profile(**size: Any) -> dict[str, Any]:
-    """Measure the layers, on two ranks at a time; return the profile, and what it is of."""
-    return {**size, "profile": profiled(size["overrides"], SAMPLES, [3, size["side"], size["side"]])}
+def planned(overrides: list[str], side: int, layers: int, most: int) -> dict[str, Any]:
+    """Measure the layers on two ranks at a time, and plan by that; return the seconds of a batch.
+
+    By version, and as it is `run`: for `naive-1`, which recomputes nothing, and by partitions.
+    """
+    example = [3, side, side]
+    profile, estimated = profiled(overrides, SAMPLES, example), estimate(overrides, SAMPLES, example)
+    plan = partial(predicted, microbatch=SAMPLES, example=example, profile=profile, layers=estimated)
+
+    def seconds(balance: Sequence[int], m: int) -> float:
+        return float(plan([*overrides, AGAIN], scaled(balance, layers), m)["seconds"])
+
+    base = plan(overrides, [layers], BASE)
+    here = {n: seconds(RECORD_OF[NEW][n].balance, M) for n in RANKS}
+    return {
+        "layers": base["layers"],
+        "parameters": base["parameters"],
+        "run": {NAIVE: plan(overrides, [layers], M)["seconds"], **{str(n): of for n, of in here.items()}},
+        **{
+            version: {
+                NAIVE: base["seconds"],
+                **{str(n): seconds(row.balance, row.microbatches) for n, row in rows.items() if n <= most},
+            }
+            for version, rows in RECORD_OF.items()
+        },
+    }
 
 
 def run(rounds: int, overrides: list[str], side: int, layers: int, **_: Any) -> dict[str, Any]:
@@ -117,32 +147,33 @@ def run(rounds: int, overrides: list[str], side: int, layers: int, **_: Any) -> 
 
 def show(results: Results) -> Iterator[Finding]:
     """Hold speed-ups against the record, its bound, the plan and torchgpipe."""
-    of, race = results["profile"], Race(results["race"])
-    example, words, layers = [3, of["side"], of["side"]], of["overrides"], of["layers"]
-    estimated = estimate(words, SAMPLES, example)
-    plan = partial(predicted, microbatch=SAMPLES, example=example, profile=of["profile"], layers=estimated)
-
-    def seconds(balance: Sequence[int], m: int) -> float:
-        return float(plan([*words, AGAIN], scaled(balance, layers), m)["seconds"])
-
-    base = plan(words, [layers], BASE)
-    yield sized(base, LAYERS, PARAMETERS)
-    naive_s, lines = base["seconds"] / BASE, list[Line]()
+    plans, race = results["plans"], Race(results["race"])
+    yield sized(plans, LAYERS, PARAMETERS)
+    lines = list[Line]()
     for version, rows in RECORD_OF.items():
-        planned = {n: row for n, row in rows.items() if n <= of["most"]}
-        gains = {n: m * naive_s / seconds(balance, m) for n, (m, balance, _) in planned.items()}
-        series = speedup(f"at {version}'s cuts", "speed-up", rows, gains)
+        of, naive = plans[version], NAIVES[version]
+        naive_s = of[NAIVE] / BASE
+        gains = {n: row.microbatches * naive_s / of[str(n)] for n, row in rows.items() if str(n) in of}
+        series = speedup(f"at {version}'s cuts", "speed-up", rows, naive, gains)
         yield series
+        rates = {
+            NAIVE: SAMPLES / naive_s,
+            **{f"pipeline-{n}": gain * SAMPLES / naive_s for n, gain in gains.items()},
+        }
+        yield samples_per_s(f"at {version}'s cuts", rows, naive, rates, How.PLANNED)
         for n, gain in gains.items():
             what = f"{version}, pipeline-{n}, m = {rows[n].microbatches}"
             yield under(what, gain, series.bound[n], How.PLANNED)
         lines += [series.theirs(f"torchgpipe {version}"), *[series.line()] * (version == NEW)]
-    one_s = plan(words, [layers], M)["seconds"]
     ratios = {n: race.ratios(f"pipeline-{n}", NAIVE) for n in RANKS}
     unit, bounds = "x naive-1", {n: bound(n, M) for n in RANKS}
     measured = Series.measured(f"m = {M}", "speed-up", "K", ratios, unit=unit, bound=bounds)
-    foreseen = {n: one_s / seconds(RECORD_OF[NEW][n].balance, M) for n in RANKS}
+    foreseen = {n: plans["run"][NAIVE] / plans["run"][str(n)] for n in RANKS}
     yield measured
+    rates = {
+        name: M * SAMPLES / median(race.seconds(name)) for name in (NAIVE, *(f"pipeline-{n}" for n in RANKS))
+    }
+    yield samples_per_s(f"m = {M}, here on CPUs", RECORD_OF[NEW], NAIVES[NEW], rates, How.RUN)
     yield Series(f"m = {M}", "speed-up", "K", foreseen, How.PLANNED, unit, bound=bounds)
     for n, gain in measured.here.items():
         what, limits = f"pipeline-{n}, m = {M}", (foreseen[n] * (1 - NEAR), foreseen[n] * (1 + NEAR))
