@@ -178,7 +178,7 @@ def read_records(folder: Path) -> tuple[Summary, dict[str, list[float]]]:
         raise ValueError(f"it left no whole summary.json and metrics.csv: {error}") from error
 
 
-def others_now(seconds: float = 1.0) -> float:
+def others_now(seconds: float = 0.3) -> float:
     """Return how many cores other programs keep busy, while we wait for some seconds; 0 but on Linux."""
     before = _others_s()
     time.sleep(seconds)

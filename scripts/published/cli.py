@@ -38,7 +38,7 @@ STEP = {"asked", "result", "wall_s", "machine"}
 Made = dict[str, dict[str, Any]]
 """By step: `asked`, `result`, `wall_s`, and `machine`, with the date and, where it is timed, `others`.
 
-These are the cores that other programs kept busy in the second before it or in the one after, the more.
+These are the cores that other programs kept busy just before it or just after, the more.
 """
 
 

@@ -53,13 +53,13 @@ def steps(quick: bool) -> dict[str, Step]:
     balances, counts, full, narrow = (
         ({2: [2, 3]}, (1, 4), TINY, TINY) if quick else (BALANCES, IN, FULL, NARROW)
     )
-    made = {f"planned {k}": Step(plan, {"overrides": full, "balance": b, "counts": counts})
+    made = {f"planned {k}": Step(plan, {"overrides": full, "balance": b, "counts": counts}, timed=False)
             for k, b in balances.items()}  # fmt: skip
     for k, balance in balances.items():
         for m in counts:
             others = k > 2 and m in (4, 16)
             known = {"overrides": narrow, "balance": balance, "batch": 64, "m": m, "others": others}
-            made[f"bytes {k} {m}"] = Step(race, known)
+            made[f"bytes {k} {m}"] = Step(race, known, timed=False)
         if not quick:
             wider = {"overrides": WIDER, "balance": balance, "batch": 32, "m": 8, "rounds": 7}
             made[f"time {k}"] = Step(race, wider)

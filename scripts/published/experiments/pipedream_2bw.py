@@ -49,11 +49,11 @@ def steps(quick: bool) -> dict[str, Step]:
             for name in (FLUSH,) if quick else (FLUSH, *ASYNCHRONOUS):
                 overrides = [f"schedule={name}", *task, *CONSTANT, *length]
                 run = {"overrides": overrides, "seed": seed, "nproc": 1 if quick else RANKS}
-                of[f"train, {model}, {name}, {seed}"] = Step(trained, run)
+                of[f"train, {model}, {name}, {seed}"] = Step(trained, run, timed=False)
     for name, pieces in {} if quick else HELD.items():
         words = ("data.block=32", f"batch_size={pieces}", f"microbatches={pieces}")
         of[f"held, {name}"] = Step(
-            held, {"model": "gpt", "schedule": name, "ranks": DEEP, "overrides": words}
+            held, {"model": "gpt", "schedule": name, "ranks": DEEP, "overrides": words}, timed=False
         )
     return of
 

@@ -61,7 +61,7 @@ def theirs(model: str, way: str, static: str = "off") -> dict[str, float] | None
 
 def steps(quick: bool) -> dict[str, Step]:
     """Plan the record's sizes; race small ones, and measure what they hold."""
-    of = {"versions": Step(versions, {"buffer": 4, "batches": 7})}
+    of = {"versions": Step(versions, {"buffer": 4, "batches": 7}, timed=False)}
     if quick:
         one = {"models": [*SIZES][:1], "width": NARROW, "ranks": 2, "rounds": 1}
         return of | {"race 2": Step(race, one)}
@@ -71,7 +71,7 @@ def steps(quick: bool) -> dict[str, Step]:
     for model in SIZES:
         for way, (schedule, *words) in ways(model, WIDTH, RANKS[-1]).items():
             case = {"model": model, "schedule": schedule, "ranks": RANKS[-1], "overrides": words}
-            of[f"held {model}, {way}"] = Step(held, case)
+            of[f"held {model}, {way}"] = Step(held, case, timed=False)
     return of
 
 

@@ -56,14 +56,14 @@ def steps(quick: bool) -> dict[str, Step]:
                 rates, shares = TASKS[task].rates[optimizer], SHARES if HYBRID in setting[-1] else (0.0,)
                 own |= {"rates": rates[:1] if quick else rates, "shares": shares[:1] if quick else shares}
                 own |= {"seeds": SEEDS[:2], "batches": 2} if quick else {"seeds": SEEDS}
-                chosen["; ".join(map(str, (task, optimizer, *way)))] = Step(compared, own)
+                chosen["; ".join(map(str, (task, optimizer, *way)))] = Step(compared, own, timed=False)
     if not CIFAR10.exists():
         print(f"CIFAR-10 is left out: put it into {CIFAR10}")
         chosen = {name: step for name, step in chosen.items() if not name.startswith("CIFAR-10")}
     for setting in [] if quick else FIRST[:2]:
         way = Way(*setting)
         own = {"task": "digits, GroupNorm", "optimizer": "muon", "setting": way._asdict(), "seeds": SEEDS}
-        chosen[f"{AGAIN}{way}"] = Step(rounded_otherwise, own | AGAIN_AT)
+        chosen[f"{AGAIN}{way}"] = Step(rounded_otherwise, own | AGAIN_AT, timed=False)
     return chosen
 
 

@@ -44,6 +44,7 @@ def steps(quick: bool) -> dict[str, Step]:
                 "seed": seed,
                 "nproc": 1 if quick else RANKS,
             },
+            timed=False,
         )
         for data, words, names in tasks
         for seed in SEEDS[: 1 if quick else None]

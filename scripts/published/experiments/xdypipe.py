@@ -35,7 +35,7 @@ def steps(quick: bool) -> dict[str, Step]:
     sizes = ["epochs=1", "data.train_limit=128", "data.test_limit=64"] if quick else ["epochs=3"]
     seeds = ["--seeds", "0", *["1"] * (not quick)]
     one = ["--schedules", FIRST, "--nproc", "1", "--seeds", "0", "partition=flops"]
-    chosen = {"study": Step(study, {"digest": sha256(STUDY.read_bytes()).hexdigest()[:16]})}
+    chosen = {"study": Step(study, {"digest": sha256(STUDY.read_bytes()).hexdigest()[:16]}, timed=False)}
     for model, width in {"vgg16": 2}.items() if quick else WIDTHS.items():
         words = ["--experiment", "xdypipe_full", "--models", model, "data=digits", f"model.width={width}"]
         names = [name for name in METHODS if name != WORKERS or model == "vgg16"]  # the record's is VGG16
