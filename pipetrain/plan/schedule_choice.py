@@ -28,6 +28,9 @@ from pipetrain.schedule.text import aligned, counted
 
 WORK = 3  # a microbatch's forward and backward, in forwards
 CLOSE = 1.01  # times the fastest: counts as equally fast
+# How far the speed beside 1f1b is from the predicted one: the median of docs/results/advice.md, for times
+# measured in as many processes as run then. By estimated work it is no less.
+ERROR = 0.06
 BESIDE = "1f1b"  # the schedule to which others are compared
 TRIED = (Mode.SELECTIVE.value, Mode.ALWAYS.value)  # for recompute=auto, if memory_limit= requires it
 
@@ -71,6 +74,11 @@ class Candidate:
     def risk(self) -> float:
         """The loss of accuracy, in units of what is tolerated."""
         return max(self.best.share, 0.0) if self.best else inf if self.late else 0.0
+
+    @property
+    def rated(self) -> float:
+        """The time by which it is chosen: a late one has to be faster by more than the error."""
+        return self.seconds * (1 + ERROR * bool(self.late))
 
     @property
     def accuracy(self) -> str:
@@ -200,12 +208,52 @@ def _recommended(candidates: Sequence[Candidate], reference: Candidate | None, l
         needs = f"{least.name} needs least, {least.peak / GIB:.4g} GiB on its fullest rank"
         return f"None fits memory_limit={limit:g}: {needs}; {WAYS}\n"
     safe = [candidate for candidate in fit if candidate.risk <= 1]
-    fastest = min((candidate.seconds for candidate in safe), default=inf)
-    close = [candidate for candidate in safe if candidate.seconds <= CLOSE * fastest]
+    fastest = min((candidate.rated for candidate in safe), default=inf)
+    close = [candidate for candidate in safe if candidate.rated <= CLOSE * fastest]
     best = min(close, key=lambda candidate: (candidate.risk, candidate.peak), default=None)
     text = f"Recommended: {said(best)}:\n  {best.command}\n" if best else "None is known to lose little.\n"
+    if best is not None:
+        text += _within_error(best, safe) + _against_exact(fit, safe) + _processes(best.plan)
+        fastest = min(fastest, best.seconds)
     risky = [candidate for candidate in fit if candidate.risk > 1 and CLOSE * candidate.seconds < fastest]
     if risky:
         other = min(risky, key=lambda candidate: (candidate.seconds, candidate.risk))
         text += f"Faster, at more risk: {said(other)}.\n"
     return text
+
+
+def _within_error(best: Candidate, safe: Sequence[Candidate]) -> str:
+    """Name the schedules that may as well be the fastest."""
+    near = [candidate for candidate in safe if candidate is not best]
+    near = [candidate for candidate in near if abs(candidate.seconds / best.seconds - 1) <= ERROR]
+    if not near:
+        return ""
+    names = ", ".join(candidate.name for candidate in sorted(near, key=lambda candidate: candidate.seconds))
+    least = "" if best.plan.costs else "at least "
+    return f"Within its error of {least}{ERROR:.0%}: {names}; try {'both' if len(near) == 1 else 'them'}.\n"
+
+
+def _against_exact(fit: Sequence[Candidate], safe: Sequence[Candidate]) -> str:
+    """Compare the fastest late schedule that loses little with the fastest exact one that holds no more."""
+    late = min((c for c in safe if c.late), key=lambda c: c.seconds, default=None)
+    exact = (c for c in fit if late is not None and not c.late and c.peak <= late.peak)
+    best = min(exact, key=lambda c: c.seconds, default=None)
+    if late is None or best is None:
+        return ""
+    gain = best.seconds / late.seconds
+    pays = f"pays if a loss takes it less than {gain:.2f} times the updates" if gain > 1 else "gains nothing"
+    return (
+        f"Asynchronous: {late.name} is {gain:.2f} times as fast an update as {best.name}, the fastest exact "
+        f"schedule that holds no more: it {pays}.\n"
+    )
+
+
+def _processes(plan: Plan) -> str:
+    """Say where a profile does not have the processes that will slow each other."""
+    ranks, measured = plan.settings.ranks, plan.table.times.machine.get("ranks")
+    if measured in (None, ranks) or plan.table.times.machine.get("device") != "cpu":
+        return ""
+    return (
+        f"The profile was measured with {measured} at a time, and {ranks} processes will run: where they "
+        f"share cores or memory they slow each other, so measure it with {ranks}.\n"
+    )

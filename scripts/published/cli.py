@@ -28,10 +28,10 @@ from pipetrain.errors import ConfigError, one_line
 from published import page
 from published.record import Record, Step
 
-ALL, STUDY = "all", "staleness"  # the study is nobody's record: it has a folder of its own
+ALL, STUDY, MAP = "all", "staleness", "asynchrony"  # the last two are nobody's: each has its own folder
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 WORDS = Path(__file__).with_name("records.yaml")
-KEPT = {ALL: DOCS / "results" / "records", STUDY: DOCS / "results" / STUDY}
+KEPT = {ALL: DOCS / "results" / "records", **{name: DOCS / "results" / name for name in (STUDY, MAP)}}
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 
 STEP = {"asked", "result", "wall_s", "machine"}
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     """Make a record, or all; return the exit status."""
     options = parser().parse_args(arguments)
     name = options.experiment
-    records = [one for one in RECORDS if not one.startswith(STUDY)] if name == ALL else [name]
+    records = [one for one in RECORDS if not one.startswith((STUDY, MAP))] if name == ALL else [name]
     kept = None if options.quick else KEPT.get(name)
     out = options.out or kept or Path("comparisons") / f"{name}{'-quick' * options.quick}"
     try:
