@@ -46,7 +46,8 @@ MONTH_S = 30 * 24 * 3600
 STRATEGIES = ("even", "params", "flops")
 PROFILE = "profile"  # the strategy that measures
 AUTO = "auto"
-RECOMPUTE = (AUTO, "never", "except_last", "always", "selective")
+EXCEPT_LAST_STAGE = "except_last_stage"
+RECOMPUTE = (AUTO, "never", EXCEPT_LAST_STAGE, "except_last_microbatch", "always", "selective")
 """The values of recompute=, beside a list of the modes of all stages."""
 
 
@@ -54,12 +55,14 @@ class Mode(StrEnum):
     """What a stage holds of a microbatch between its forward and its backward.
 
     NEVER: all that the backward needs. SELECTIVE: its inputs, and what is dear to make again. ALWAYS: its
-    inputs alone.
+    inputs alone. EXCEPT_LAST_MICROBATCH: as ALWAYS, and of the last microbatch of each batch as NEVER; it is
+    torchgpipe's `except_last`. A checkpoint has their numbers in this order.
     """
 
     NEVER = "never"
     SELECTIVE = "selective"
     ALWAYS = "always"
+    EXCEPT_LAST_MICROBATCH = "except_last_microbatch"
 
 
 def modes_of(recompute: str | Sequence[str], stages: int) -> list[Mode]:
@@ -71,14 +74,9 @@ def modes_of(recompute: str | Sequence[str], stages: int) -> list[Mode]:
                 f"{stages}: give one for each, or one of {', '.join(RECOMPUTE)}"
             )
         return [Mode(mode) for mode in recompute]
-    if recompute == "except_last":
+    if recompute == EXCEPT_LAST_STAGE:
         return [Mode.ALWAYS] * (stages - 1) + [Mode.NEVER]
     return [Mode.NEVER if recompute == AUTO else Mode(recompute)] * stages
-
-
-def recomputing(modes: Sequence[Mode]) -> list[int]:
-    """Return the stages that recompute their forwards."""
-    return [stage for stage, mode in enumerate(modes) if mode is not Mode.NEVER]
 
 
 def cores() -> int:
@@ -110,6 +108,11 @@ def _partition(key: str, value: Any) -> Any:
 
 
 def _recompute(key: str, value: Any) -> Any:
+    if value == "except_last":  # in 0.2 the last stage, in torchgpipe the last microbatch
+        raise ConfigError(
+            f"{key}=except_last has two meanings: choose {EXCEPT_LAST_STAGE}, by which the last stage saves "
+            f"all, or {Mode.EXCEPT_LAST_MICROBATCH}, by which all save all of a batch's last microbatch"
+        )
     if isinstance(value, str):
         return kept(value, value in RECOMPUTE)
     return [kept(mode, mode in [*Mode]) for mode in value]
