@@ -28,6 +28,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.model.specs import Size
 from pipetrain.rules import (
     BOOL,
+    BUFFERS,
     COUNT,
     PATH,
     POSITIVE,
@@ -40,7 +41,7 @@ from pipetrain.rules import (
     one_of,
     whole,
 )
-from pipetrain.schedule.actions import Placement
+from pipetrain.schedule.actions import BothWays, Placement, both_ways
 
 MONTH_S = 30 * 24 * 3600
 STRATEGIES = ("even", "params", "flops")
@@ -192,7 +193,7 @@ class Settings:
     recompute: str | list[str] = option("auto", RECOMPUTED)  # a list: of the modes of all stages
     microbatches: int = option(4, COUNT)
     window: int | None = option(None, COUNT)
-    buffer_size: int = option(2, COUNT)
+    buffer_size: int | list[int] = option(2, BUFFERS)  # a list: of activations, and of gradients
     timeout: float = option(300.0, SECONDS)
     codec_forward: Codec = option(Identity(), CODEC, key="codec.forward")
     codec_backward: Codec = option(Identity(), CODEC, key="codec.backward")
@@ -271,6 +272,11 @@ class Settings:
         """The ranks of each place in the schedule's program: one, or its replicas."""
         replicas = self.ranks if isinstance(self.replicas, str) else self.replicas  # auto: at least one place
         return self.placement or places_of(replicas or 1, self.ranks)
+
+    @property
+    def buffer_sizes(self) -> BothWays:
+        """The buffer_size of activations, and that of gradients."""
+        return both_ways(self.buffer_size)
 
     @property
     def codecs(self) -> Codecs:

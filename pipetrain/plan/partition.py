@@ -281,7 +281,7 @@ def prices_of(draft: Draft, batches: int, table: Table) -> Prices:
         with_replicas = replicated(program)
         for actions in program:
             stages = {action.stage for action in actions}
-            moments = list(counts(actions, settings.buffer_size, stages if copied else (), with_replicas))
+            moments = list(counts(actions, settings.buffer_sizes, stages if copied else (), with_replicas))
             for stage in stages:
                 often = Counter(action.op for action in actions if action.stage == stage)
                 per_batch = {op: number / batches for op, number in often.items()}

@@ -146,7 +146,7 @@ class Draft:
         _refuse_compile(self.settings, program)
         check(program, batches, m, norms=has_norms(program))
         with _explained(self, has_norms(program), ties=()):
-            simulate(program, m, buffer_size=self.settings.buffer_size)
+            simulate(program, m, buffer_size=edge_bounds(program, None, self.settings.buffer_sizes))
 
 
 def _compute_only(settings: Settings, schedule: Schedule, batches: int, **offered: Any) -> Program:
@@ -156,7 +156,7 @@ def _compute_only(settings: Settings, schedule: Schedule, batches: int, **offere
     """
     size = settings.places, batches, settings.microbatches
     try:
-        program = spread_program(schedule, *size, buffer_size=settings.buffer_size, **offered)
+        program = spread_program(schedule, *size, buffer_size=min(settings.buffer_sizes), **offered)
         actions = [*chain.from_iterable(program)]
         if not actions or not all(isinstance(action, Action) for action in actions):
             raise TypeError("a program is a list of Action for each rank")
@@ -233,7 +233,7 @@ def verify(
     all_programs = [evaluation, *programs.values()]
     with _explained(draft, any(map(has_norms, all_programs)), cut.ties):
         bounds = [
-            edge_bounds(lowered, cut.edges, draft.settings.buffer_size, cut.ties) for lowered in all_programs
+            edge_bounds(lowered, cut.edges, draft.settings.buffer_sizes, cut.ties) for lowered in all_programs
         ]
         bounded = cut.bounded(widest(bounds))
         first = {evaluated: _simulated(draft, evaluated, evaluation, bounded, trains=False)}
@@ -271,8 +271,7 @@ def _refuse_unlike_rates(settings: Settings, program: Program, ties: Ties) -> No
 def _simulated(draft: Draft, batches: int, program: Program, cut: Cut, trains: bool = True) -> Window:
     """Simulate a sound program, and return its window. Raises Deadlock."""
     m, policy, ranks = draft.settings.microbatches if trains else 1, draft.policy, len(program)
-    buffer_size = cut.bounds or draft.settings.buffer_size
-    run = simulate(program, m, buffer_size=buffer_size, routes=cut.edges, ties=cut.ties)
+    run = simulate(program, m, buffer_size=cut.bounds, routes=cut.edges, ties=cut.ties)
     home = Lowering.for_program(program).rank
     if policy and trains:  # the program is one of many
         peaks = [policy.bounds(stage, ranks, batches, m) for stage in range(ranks)]

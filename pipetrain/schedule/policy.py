@@ -77,7 +77,7 @@ class ForwardBackward:
         """Return the compute-only program of a window at unit costs, where no skip waits for room."""
         pairs = pairwise(range(ranks)) if routes is None else routes
         both = [edge for source, to in pairs for edge in ((source, to), (to, source))]
-        bounds = free_skips(both, buffer_size, batches * microbatches)
+        bounds = free_skips(both, (buffer_size, buffer_size), batches * microbatches)
         size = ranks, batches, microbatches
         return play(self, *size, buffer_size=bounds, routes=routes, recompute=recompute)
 

@@ -103,7 +103,7 @@ def costs(stages: int, product_s: float, action_s: float = 0.0, message_s: float
 def bound(plan: Plan, product_s: float) -> float:
     """Return the seconds of a batch on paper, where products of so many seconds are all that takes time."""
     settings, cost = plan.settings, costs(plan.stages, product_s)
-    run = simulate(plan.window.program, settings.microbatches, buffer_size=settings.buffer_size, cost=cost)
+    run = simulate(plan.window.program, settings.microbatches, buffer_size=plan.cut.bounds, cost=cost)
     return run.makespan / max(plan.windows)
 
 

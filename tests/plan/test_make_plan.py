@@ -21,7 +21,7 @@ from pipetrain.plan.plan import Plan, Samples, check_targets
 from pipetrain.plan.verification import Draft
 from pipetrain.schedule.actions import Action, Op, Program, Schedule, has_norms, parse_program
 from pipetrain.schedule.automatic import ZeroBubbleAuto
-from pipetrain.schedule.memory import GIB
+from pipetrain.schedule.memory import GIB, peaks
 from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream
 from pipetrain.schedule.simulate import SHOWN
 from pipetrain.schedule.timeline import Timeline
@@ -293,6 +293,16 @@ def test_what_is_shared_within_a_stage_or_not_trained_or_clipped_by_one_norm_may
     assert not plan("partition=[2]", model=tied().requires_grad_(False)).cut.ties
     assert len(plan("partition=[2,4]", "on_nan=skip", "clip_grad_norm=1", **CHAINED).cut.ties) == 2
     assert plan("buffer_size=4", schedule=deadlocking, samples=ONE_BATCH).stages == 2  # as many as it sends
+
+
+def test_fewer_gradients_than_activations_may_be_under_way():
+    """A rank holds less by the gradients, or activations, that it posts ahead."""
+    plans = {size: plan(f"buffer_size={size}", "microbatches=4") for size in ("2", "[2,1]", "[1,2]", "1")}
+    bounds = {size: (made.cut.bounds[0, 1], made.cut.bounds[1, 0]) for size, made in plans.items()}
+    assert bounds == {"2": (2, 2), "[2,1]": (2, 1), "[1,2]": (1, 2), "1": (1, 1)}
+    held = {size: [stage["total"] for stage in peaks(made.memory())] for size, made in plans.items()}
+    assert held["[2,1]"][0] == held["1"][0] < held["2"][0] == held["[1,2]"][0]
+    assert "buffer_size [2, 1]" in str(plans["[2,1]"])
 
 
 def test_an_evaluation_may_hand_on_fewer_tensors_than_training():
