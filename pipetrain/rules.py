@@ -113,7 +113,17 @@ def text(words: str) -> Rule:
     return Rule(words, lambda key, value: kept(value, isinstance(value, str) and value != ""))
 
 
+def _buffer_size(key: str, value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        activations, gradients = (COUNT.convert(key, size) for size in value)
+        return [activations, gradients]
+    return COUNT.convert(key, value)
+
+
 COUNT = whole(1)
+BUFFERS = Rule(
+    "a whole number of at least 1, or one for activations and one for gradients, such as [4,1]", _buffer_size
+)
 POSITIVE = number("a finite number above 0", lambda value: 0 < value < math.inf)
 SHARE = number("a number from 0 to below 1", lambda value: 0 <= value < 1)
 BOOL = Rule("true or false", lambda key, value: kept(value, isinstance(value, bool)))

@@ -35,8 +35,9 @@ from pipetrain.config.placement import RULES, places_of, processes, spans
 from pipetrain.errors import ConfigError
 from pipetrain.exit import guarded, unread
 from pipetrain.instantiate import NotMade, make
-from pipetrain.rules import BOOL, COUNT, PATH, POSITIVE, Rule, kept, whole
-from pipetrain.schedule.actions import Placement, ScheduleError, most_open, ranks_of
+from pipetrain.rules import BOOL, BUFFERS, COUNT, PATH, POSITIVE, Rule, kept, whole
+from pipetrain.schedule.actions import Placement, ScheduleError, both_ways, most_open, ranks_of
+from pipetrain.schedule.buffer_bounds import edge_bounds
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.memory import GIB
 from pipetrain.schedule.policy import ForwardBackward
@@ -308,19 +309,19 @@ def _on_even_stages(cfg: DictConfig, places: Placement, batches: int, microbatch
 
     A stage has as much work as it has ranks.
     """
-    buffer_size = _count(cfg, "buffer_size") or 1
+    sizes = both_ways(BUFFERS.read("buffer_size", values_of(cfg)["buffer_size"], null=True) or 1)
     try:
         schedule = make(values_of(cfg.schedule))
     except NotMade as error:
         raise ConfigError(f"schedule cannot be built: {error}") from error
     if isinstance(schedule, ForwardBackward) and max(map(len, places)) > 1:
         raise ScheduleError("it decides its order while it runs, and replicas take turns in a fixed one")
-    compute = spread_program(schedule, places, batches, microbatches, buffer_size=buffer_size)
+    compute = spread_program(schedule, places, batches, microbatches, buffer_size=min(sizes))
     program, placement = lower(joined(compute)), ranks_of(compute)
     run = simulate(
         program,
         microbatches,
-        buffer_size=buffer_size,
+        buffer_size=edge_bounds(program, None, sizes),
         cost=lambda action: len(placement[action.stage]) * unit_cost(action),
     )
     stages = [sorted({action.stage for action in row.actions}) for row in run.rows]

@@ -28,6 +28,7 @@ from pipetrain.errors import ConfigError
 from pipetrain.model.specs import Size
 from pipetrain.rules import (
     BOOL,
+    BUFFERS,
     COUNT,
     PATH,
     POSITIVE,
@@ -40,13 +41,14 @@ from pipetrain.rules import (
     one_of,
     whole,
 )
-from pipetrain.schedule.actions import Placement
+from pipetrain.schedule.actions import BothWays, Placement, both_ways
 
 MONTH_S = 30 * 24 * 3600
 STRATEGIES = ("even", "params", "flops")
 PROFILE = "profile"  # the strategy that measures
 AUTO = "auto"
-RECOMPUTE = (AUTO, "never", "except_last", "always", "selective")
+EXCEPT_LAST_STAGE = "except_last_stage"
+RECOMPUTE = (AUTO, "never", EXCEPT_LAST_STAGE, "except_last_microbatch", "always", "selective")
 """The values of recompute=, beside a list of the modes of all stages."""
 
 
@@ -54,12 +56,14 @@ class Mode(StrEnum):
     """What a stage holds of a microbatch between its forward and its backward.
 
     NEVER: all that the backward needs. SELECTIVE: its inputs, and what is dear to make again. ALWAYS: its
-    inputs alone.
+    inputs alone. EXCEPT_LAST_MICROBATCH: as ALWAYS, and of the last microbatch of each batch as NEVER; it is
+    torchgpipe's `except_last`. A checkpoint has their numbers in this order.
     """
 
     NEVER = "never"
     SELECTIVE = "selective"
     ALWAYS = "always"
+    EXCEPT_LAST_MICROBATCH = "except_last_microbatch"
 
 
 def modes_of(recompute: str | Sequence[str], stages: int) -> list[Mode]:
@@ -71,14 +75,9 @@ def modes_of(recompute: str | Sequence[str], stages: int) -> list[Mode]:
                 f"{stages}: give one for each, or one of {', '.join(RECOMPUTE)}"
             )
         return [Mode(mode) for mode in recompute]
-    if recompute == "except_last":
+    if recompute == EXCEPT_LAST_STAGE:
         return [Mode.ALWAYS] * (stages - 1) + [Mode.NEVER]
     return [Mode.NEVER if recompute == AUTO else Mode(recompute)] * stages
-
-
-def recomputing(modes: Sequence[Mode]) -> list[int]:
-    """Return the stages that recompute their forwards."""
-    return [stage for stage, mode in enumerate(modes) if mode is not Mode.NEVER]
 
 
 def cores() -> int:
@@ -110,6 +109,11 @@ def _partition(key: str, value: Any) -> Any:
 
 
 def _recompute(key: str, value: Any) -> Any:
+    if value == "except_last":  # in 0.2 the last stage, in torchgpipe the last microbatch
+        raise ConfigError(
+            f"{key}=except_last has two meanings: choose {EXCEPT_LAST_STAGE}, by which the last stage saves "
+            f"all, or {Mode.EXCEPT_LAST_MICROBATCH}, by which all save all of a batch's last microbatch"
+        )
     if isinstance(value, str):
         return kept(value, value in RECOMPUTE)
     return [kept(mode, mode in [*Mode]) for mode in value]
@@ -189,7 +193,7 @@ class Settings:
     recompute: str | list[str] = option("auto", RECOMPUTED)  # a list: of the modes of all stages
     microbatches: int = option(4, COUNT)
     window: int | None = option(None, COUNT)
-    buffer_size: int = option(2, COUNT)
+    buffer_size: int | list[int] = option(2, BUFFERS)  # a list: of activations, and of gradients
     timeout: float = option(300.0, SECONDS)
     codec_forward: Codec = option(Identity(), CODEC, key="codec.forward")
     codec_backward: Codec = option(Identity(), CODEC, key="codec.backward")
@@ -268,6 +272,11 @@ class Settings:
         """The ranks of each place in the schedule's program: one, or its replicas."""
         replicas = self.ranks if isinstance(self.replicas, str) else self.replicas  # auto: at least one place
         return self.placement or places_of(replicas or 1, self.ranks)
+
+    @property
+    def buffer_sizes(self) -> BothWays:
+        """The buffer_size of activations, and that of gradients."""
+        return both_ways(self.buffer_size)
 
     @property
     def codecs(self) -> Codecs:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from pipetrain.config.settings import AUTO, PROFILE, Mode, Settings, modes_of, recomputing
+from pipetrain.config.settings import AUTO, PROFILE, Mode, Settings, modes_of
 from pipetrain.errors import ConfigError
 from pipetrain.model.chain import network_of
 from pipetrain.model.network import Network
@@ -116,7 +116,7 @@ class _Uncut:
         cut = cut_layers(model.trained, cuts, model.example, shared, open_)
         refuse_ties(draft, cut)
         stage_costs = table.costs(cut, modes, splits(draft.program), draft.settings.full, draft.placement)
-        rest = model.evaluations, stage_costs, recomputing(modes), open_
+        rest = model.evaluations, stage_costs, modes, open_
         try:
             bounded, windows, evaluations = verify(draft, cut, lengths, *rest)
         except ConfigError as error:

@@ -6,8 +6,8 @@ slowest rank is the limit, and a large stage still delays the filling: both are 
 
 With measured times: what the stages of any cut would take and hold, and what they may recompute. With
 memory_limit= and recompute=auto each stage uses the fastest mode that fits: it saves everything, or the
-results of expensive operations, or only its inputs. What each costs follows from two programs: one without R,
-and one with an R wherever there may be one.
+results of expensive operations, or only its inputs. What each costs follows from a program whose stages all
+have that mode.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import NamedTuple
@@ -273,30 +273,35 @@ def prices_of(draft: Draft, batches: int, table: Table) -> Prices:
     settings = draft.settings
     count, copied = len(draft.placement), not isinstance(settings.codecs.forward, Identity)
 
-    def doing(recompute: Collection[int] = ()) -> dict[int, StageWork]:
+    @cache
+    def doing(mode: Mode) -> dict[int, StageWork]:
         by_stage: dict[int, StageWork] = {}
-        program = make_program(draft, None, batches, recompute=recompute)
+        items: dict[int, set[Items]] = defaultdict(set)  # of all replicas
+        program = make_program(draft, None, batches, modes=[mode] * count)
         with_replicas = replicated(program)
         for actions in program:
             stages = {action.stage for action in actions}
-            moments = list(counts(actions, settings.buffer_size, stages if copied else (), with_replicas))
+            moments = list(counts(actions, settings.buffer_sizes, stages if copied else (), with_replicas))
             for stage in stages:
                 often = Counter(action.op for action in actions if action.stage == stage)
                 per_batch = {op: number / batches for op, number in often.items()}
                 # The first replica has the most microbatches.
-                items, replicas = {moment[stage] for moment in moments}, len(draft.placement[stage])
-                by_stage.setdefault(stage, StageWork(per_batch, items, replicas))
+                by_stage.setdefault(stage, StageWork(per_batch, items[stage], len(draft.placement[stage])))
+                items[stage].update(moment[stage] for moment in moments)
         return by_stage
 
-    plain, requested = doing(), [[mode] for mode in modes_of(settings.recompute, count)]
+    def work(stage: int, mode: Mode) -> StageWork:
+        return doing(Mode.ALWAYS if mode is Mode.SELECTIVE else mode)[stage]  # their programs are the same
+
+    requested = [[mode] for mode in modes_of(settings.recompute, count)]
     if settings.recompute == AUTO and settings.memory_limit is not None:
         # torch.compile leaves no operations to choose from.
-        requested = [[mode for mode in Mode if mode != "selective" or not settings.compile]] * count
-    recomputed = doing(range(count)) if any(modes != [Mode.NEVER] for modes in requested) else plain
+        requested = [[Mode.NEVER, *[Mode.SELECTIVE] * (not settings.compile), Mode.ALWAYS]] * count
     stages: list[dict[Mode, StageWork]] = []
     for stage, modes in enumerate(requested):
-        chosen = modes if Op.R in recomputed[stage].actions else [Mode.NEVER]
-        stages.append({mode: (plain if mode is Mode.NEVER else recomputed)[stage] for mode in chosen})
+        works = {mode: work(stage, mode) for mode in modes}
+        recomputes = any(Op.R in of_mode.actions for of_mode in works.values())
+        stages.append(works if recomputes else {Mode.NEVER: work(stage, Mode.NEVER)})
     return Prices(table, stages)
 
 

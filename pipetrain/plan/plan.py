@@ -184,7 +184,7 @@ class Plan:
         coded = not isinstance(self.settings.codecs.forward, Identity)
         copied = [n for n, slice in enumerate(self.cut.slices) if coded or slice.copies_output]
         sizes = self.table.stage_sizes(self.cut, self.modes)
-        return over_time(self.timeline(), sizes, self.settings.buffer_size, copied)
+        return over_time(self.timeline(), sizes, self.settings.buffer_sizes, copied)
 
     def graph_bytes(self, stage: int) -> int:
         """Return the most bytes that the CUDA graphs of a stage hold beyond passes without them."""

@@ -8,14 +8,14 @@ A window is what runs between two drains of the pipeline. Its length comes from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain, combinations
 from typing import Any
 
-from pipetrain.config.settings import AUTO, Settings
+from pipetrain.config.settings import AUTO, Mode, Settings
 from pipetrain.correction import Auto, Correction
 from pipetrain.errors import ConfigError
 from pipetrain.plan.cut import Cut
@@ -45,7 +45,14 @@ from pipetrain.schedule.replicas import spread_program
 from pipetrain.schedule.simulate import SHOWN, Cost, Deadlock, simulate
 from pipetrain.schedule.text import counted
 from pipetrain.schedule.timeline import Bounds, Timeline
-from pipetrain.schedule.transforms import joined, with_delays, with_norms, with_recompute, with_ties
+from pipetrain.schedule.transforms import (
+    joined,
+    with_delays,
+    with_norms,
+    with_recompute,
+    with_ties,
+    without_last_recompute,
+)
 
 TOGETHER = "keep the layers that share it in one stage by partition="
 DRAFTED = 2  # batches: the second shows whether weights are read late
@@ -139,7 +146,7 @@ class Draft:
         _refuse_compile(self.settings, program)
         check(program, batches, m, norms=has_norms(program))
         with _explained(self, has_norms(program), ties=()):
-            simulate(program, m, buffer_size=self.settings.buffer_size)
+            simulate(program, m, buffer_size=edge_bounds(program, None, self.settings.buffer_sizes))
 
 
 def _compute_only(settings: Settings, schedule: Schedule, batches: int, **offered: Any) -> Program:
@@ -149,7 +156,7 @@ def _compute_only(settings: Settings, schedule: Schedule, batches: int, **offere
     """
     size = settings.places, batches, settings.microbatches
     try:
-        program = spread_program(schedule, *size, buffer_size=settings.buffer_size, **offered)
+        program = spread_program(schedule, *size, buffer_size=min(settings.buffer_sizes), **offered)
         actions = [*chain.from_iterable(program)]
         if not actions or not all(isinstance(action, Action) for action in actions):
             raise TypeError("a program is a list of Action for each rank")
@@ -172,18 +179,21 @@ def _longest(settings: Settings, schedule: Schedule, batches: int) -> Program:
 
 
 def make_program(
-    draft: Draft, cut: Cut | None, batches: int, costs: Cost | None = None, recompute: Collection[int] = ()
+    draft: Draft, cut: Cut | None, batches: int, costs: Cost | None = None, modes: Sequence[Mode] = ()
 ) -> Program:
     """Return the lowered program of a window, with the norms and ties that its updates wait for.
 
-    `cut`: None for stages that each send to the next one. `costs`: None if unknown; `recompute`: the stages
-    that recompute their forwards. Raises ScheduleError and ConfigError.
+    `cut`: None for stages that each send to the next one. `costs`: None if unknown; `modes`: of recompute, of
+    each stage; none: nothing is recomputed. Raises ScheduleError and ConfigError.
     """
     (routes, ties), settings = _joins(cut), draft.settings
+    recompute = [stage for stage, mode in enumerate(modes) if mode is not Mode.NEVER]
+    spared = [stage for stage, mode in enumerate(modes) if mode is Mode.EXCEPT_LAST_MICROBATCH]
     offered = {"routes": routes, "recompute": recompute} | ({} if costs is None else {"costs": costs})
     compute = _compute_only(settings, draft.schedule, batches, **offered)
     if "recompute" not in asks_for(draft.schedule):
         compute = with_recompute(compute, recompute)
+    compute = without_last_recompute(compute, spared, settings.microbatches)
     compute, correction = joined(compute, routes), settings.correction
     if correction.predicts or correction.rates:
         compute = with_delays(compute, settings.microbatches, correction.predicts, correction.rates)
@@ -205,15 +215,15 @@ def verify(
     lengths: Sequence[int],
     evaluated: int,
     costs: Cost,
-    recompute: Collection[int] = (),
+    modes: Sequence[Mode] = (),
     examples: bool = False,
 ) -> tuple[Cut, VerifiedWindows, VerifiedWindows]:
     """Return the cut with the bounds of its edges, the windows of these `lengths`, and those of evaluations.
 
-    `evaluated`: the microbatches of an evaluation; `costs`, `recompute`: see `make_program`; `examples`: see
+    `evaluated`: the microbatches of an evaluation; `costs`, `modes`: see `make_program`; `examples`: see
     VerifiedWindows. Raises ScheduleError and ConfigError.
     """
-    make = partial(make_program, draft, cut, costs=costs, recompute=recompute)
+    make = partial(make_program, draft, cut, costs=costs, modes=modes)
 
     def evaluating(batches: int) -> Program:
         return lower(forward_only(draft.placement, batches), cut.edges)
@@ -223,7 +233,7 @@ def verify(
     all_programs = [evaluation, *programs.values()]
     with _explained(draft, any(map(has_norms, all_programs)), cut.ties):
         bounds = [
-            edge_bounds(lowered, cut.edges, draft.settings.buffer_size, cut.ties) for lowered in all_programs
+            edge_bounds(lowered, cut.edges, draft.settings.buffer_sizes, cut.ties) for lowered in all_programs
         ]
         bounded = cut.bounded(widest(bounds))
         first = {evaluated: _simulated(draft, evaluated, evaluation, bounded, trains=False)}
@@ -261,8 +271,7 @@ def _refuse_unlike_rates(settings: Settings, program: Program, ties: Ties) -> No
 def _simulated(draft: Draft, batches: int, program: Program, cut: Cut, trains: bool = True) -> Window:
     """Simulate a sound program, and return its window. Raises Deadlock."""
     m, policy, ranks = draft.settings.microbatches if trains else 1, draft.policy, len(program)
-    buffer_size = cut.bounds or draft.settings.buffer_size
-    run = simulate(program, m, buffer_size=buffer_size, routes=cut.edges, ties=cut.ties)
+    run = simulate(program, m, buffer_size=cut.bounds, routes=cut.edges, ties=cut.ties)
     home = Lowering.for_program(program).rank
     if policy and trains:  # the program is one of many
         peaks = [policy.bounds(stage, ranks, batches, m) for stage in range(ranks)]

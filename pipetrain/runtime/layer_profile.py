@@ -96,7 +96,7 @@ def measure(
     began, size, device = time.perf_counter(), settings.full, groups.device
     if groups.world.rank == 0:
         log.info("pipetrain: profiling %d layers, %s at a time", len(layers), size)
-    latency_s, s_per_byte = slowest_link(groups, settings.buffer_size)
+    latency_s, s_per_byte = slowest_link(groups, min(settings.buffer_sizes))
     try:
         with RngSnapshot().replayed():
             local: Any = measure_layers(network, layers, example, size, numerics, optimizer, device)

@@ -164,10 +164,10 @@ class DecidedOrder(Order):
         return read in self._reads.values()
 
     def actions(self, mail: Mailbox, before_wait: Callable[[], None]) -> Iterator[Action]:
-        plan, policy, recomputes = self._plan, self._plan.draft.policy, bool(self._recomputed)
+        plan, policy, recomputed = self._plan, self._plan.draft.policy, {mb for _, mb in self._recomputed}
         assert policy is not None
         window = self._list[0].stage, plan.stages, lambda: self.batches, self.microbatches
-        for action in policy.lowered(*window, mail, plan.cut.edges, recomputes):
+        for action in policy.lowered(*window, mail, plan.cut.edges, recomputed):
             if isinstance(action, Wait):
                 before_wait()
                 self.waiting = action

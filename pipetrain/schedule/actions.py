@@ -115,6 +115,7 @@ class Action:
 Program = list[list[Action]]  # one list of actions per rank
 
 Edge = tuple[int, int]  # (source stage, target stage) of messages; gradients go from a later stage
+BothWays = tuple[int, int]  # a number for activations, and one for gradients
 Tie = tuple[int, ...]  # the stages that share some weights, ascending
 Ties = Sequence[Collection[int]]  # the stages that share each weight; a stage may share several
 ALL: Tie = ()  # stands for the stages of all ranks, which share one gradient norm
@@ -123,9 +124,15 @@ Schedule = Callable[..., Program]
 """(ranks, batches, microbatches a batch) -> a compute-only program: F, B (or I and W), R and STEP.
 
 A schedule receives more if it names keywords with a default: `costs` of each action, once they are measured;
-`buffer_size`, the bound of the channel; `routes` between stages, see `lower`; `recompute`, the stages that
-recompute their forwards, for a schedule that places each R itself.
+`buffer_size`, the bound of the channel, the smaller one if its directions have two; `routes` between stages,
+see `lower`; `recompute`, the stages that recompute their forwards, for a schedule that places each R itself.
 """
+
+
+def both_ways(buffer_size: int | Sequence[int]) -> BothWays:
+    """Return the bounds of activations and of gradients that a buffer_size= gives: one for both, or two."""
+    activations, gradients = [buffer_size] * 2 if isinstance(buffer_size, int) else buffer_size
+    return activations, gradients
 
 
 def asks_for(schedule: Schedule) -> set[str]:

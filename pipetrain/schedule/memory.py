@@ -4,9 +4,9 @@ The numbers follow from the order of the actions alone, so they are the same for
 timeline. What an action needs only while it runs (gradients between its layers, workspaces) is not counted.
 
 A stage holds a microbatch from its F until the end of its B or W, in one of three states. Receives are posted
-`bound` ahead, and a sender holds a sent message until `bound` later ones are sent. A sent activation is a
-tensor that its microbatch saves anyway, unless it is recomputed or a copy is sent. The storage of old weight
-versions is reused, and never freed.
+ahead, as many as the bound of their direction, and a sender holds a sent message until as many later ones are
+sent. A sent activation is a tensor that its microbatch saves anyway, unless it is recomputed or a copy is
+sent. The storage of old weight versions is reused, and never freed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from operator import mul
 from typing import NamedTuple
 
-from pipetrain.schedule.actions import Action, Op, Read, last_backwards, most_versions, replicated
+from pipetrain.schedule.actions import Action, BothWays, Op, Read, last_backwards, most_versions, replicated
 from pipetrain.schedule.timeline import Timeline
 
 GIB = 2**30
@@ -69,12 +69,12 @@ def in_parts(counts: Items, sizes: Items) -> PartBytes:
 
 
 def over_time(
-    timeline: Timeline, sizes: Sequence[Items], bound: int, copied: Collection[int] = ()
+    timeline: Timeline, sizes: Sequence[Items], bounds: BothWays, copied: Collection[int] = ()
 ) -> list[dict[int, list[PartBytes]]]:
     """Return what the stages hold after each action of a timeline; for the arguments see `counts`."""
     memory, replicas = [], replicated([row.actions for row in timeline.rows])
     for row in timeline.rows:
-        moments = list(counts(row.actions, bound, copied, replicas))
+        moments = list(counts(row.actions, bounds, copied, replicas))
         stages = moments[0] if moments else ()
         memory.append(
             {stage: [in_parts(moment[stage], sizes[stage]) for moment in moments] for stage in stages}
@@ -102,18 +102,22 @@ def totals(of_rank: Mapping[int, Sequence[PartBytes]], parts: Collection[str] = 
 
 
 def counts(
-    actions: Sequence[Action], bound: int, copied: Collection[int] = (), replicas: Collection[int] = ()
+    actions: Sequence[Action],
+    bounds: BothWays,
+    copied: Collection[int] = (),
+    replicas: Collection[int] = (),
 ) -> Iterator[dict[int, Items]]:
     """Yield, after each action of a rank's lowered list, how many of each item its stages hold.
 
-    The window is one of many: the storage of the versions exists from its start. `bound`: of the edges;
-    `copied`: stages that send copies of their activations, as with a codec; `replicas`: stages with replicas.
+    The window is one of many: the storage of the versions exists from its start. `bounds`: of edges, for
+    activations and for gradients; `copied`: stages that send copies of their activations, as with a codec;
+    `replicas`: stages with replicas.
     """
     by_stage = {
         stage: [a for a in actions if a.stage == stage] for stage in sorted({a.stage for a in actions})
     }
     items = {
-        stage: _items(stage_items, bound, stage in copied, stage in replicas)
+        stage: _items(stage_items, bounds, stage in copied, stage in replicas)
         for stage, stage_items in by_stage.items()
     }
     latest = {stage: next(stage_items) for stage, stage_items in items.items()}
@@ -122,8 +126,9 @@ def counts(
         yield latest
 
 
-def _items(actions: Sequence[Action], bound: int, copied: bool, summed: bool) -> Iterator[Items]:
+def _items(actions: Sequence[Action], bounds: BothWays, copied: bool, summed: bool) -> Iterator[Items]:
     """Yield what a stage holds before its first action, and after each."""
+    up, down = bounds
     recomputed = {action.mb for action in actions if action.op is Op.R}
     has = {op: any(action.op is op for action in actions) for op in Op}
     forwards, versions = sum(action.op is Op.F for action in actions), max(most_versions(actions).values())
@@ -154,11 +159,11 @@ def _items(actions: Sequence[Action], bound: int, copied: bool, summed: bool) ->
             versions=versions - 1,  # the older ones
             gradients=int(gradients),
             optimizer=1,
-            inputs=min(bound, forwards - done[Op.F]) * has[Op.RECV_F],
-            grads=min(bound, forwards - back - arrived) * has[Op.RECV_B],
+            inputs=min(up, forwards - done[Op.F]) * has[Op.RECV_F],
+            grads=min(down, forwards - back - arrived) * has[Op.RECV_B],
             arrived=int(arrived),
-            outputs=min(bound, done[Op.F]) * (has[Op.SEND_F] and (copied or bool(recomputed))),
-            returned=(min(bound, back - unsent) + unsent) * has[Op.SEND_B],
+            outputs=min(up, done[Op.F]) * (has[Op.SEND_F] and (copied or bool(recomputed))),
+            returned=(min(down, back - unsent) + unsent) * has[Op.SEND_B],
             tied=int(op is Op.TIE),
             adding=int(adding),
             reduced=int(summed and reduced),

@@ -77,7 +77,7 @@ class ForwardBackward:
         """Return the compute-only program of a window at unit costs, where no skip waits for room."""
         pairs = pairwise(range(ranks)) if routes is None else routes
         both = [edge for source, to in pairs for edge in ((source, to), (to, source))]
-        bounds = free_skips(both, buffer_size, batches * microbatches)
+        bounds = free_skips(both, (buffer_size, buffer_size), batches * microbatches)
         size = ranks, batches, microbatches
         return play(self, *size, buffer_size=bounds, routes=routes, recompute=recompute)
 
@@ -95,23 +95,24 @@ class ForwardBackward:
         microbatches: int,
         view: View,
         routes: Sequence[Edge] | None = None,
-        recomputes: bool = False,
+        recomputed: Collection[int] = (),
     ) -> Iterator[Action | Wait]:
         """Yield a stage's actions in one window with their messages, or Waits.
 
         An action is done when the next one is requested. `batches()` may decrease, but not below a batch that
-        any stage has begun: the window then ends early.
+        any stage has begun: the window then ends early. `recomputed`: the microbatches whose forward is run
+        again.
         """
         lowering = Lowering([(rank,) for rank in range(stages)], routes)
         opened: deque[Action] = deque()  # forwards without a backward
-        forwards, newest, recomputed = 0, 0, -1  # forwards, weight version, last microbatch with an R
+        forwards, newest, latest = 0, 0, -1  # forwards, weight version, last microbatch with an R
         while opened or forwards < batches() * microbatches:
             backward = replace(opened[0], op=Op.B) if opened else None
             more = len(opened) < self.in_flight and forwards < batches() * microbatches
             forward = Action(stage, Op.F, forwards, newest) if more else None
             chosen = _first(lowering, view, backward, forward)
-            if recomputes and backward and recomputed < backward.mb and _goes_back(chosen):
-                recomputed = backward.mb
+            if backward and latest < backward.mb in recomputed and _goes_back(chosen):
+                latest = backward.mb
                 yield replace(backward, op=Op.R)
                 continue
             if isinstance(chosen, Wait):
@@ -173,8 +174,8 @@ def play(
     deciding = []
     for rank in range(ranks):
         pipelines = policy.bounds(rank, ranks, batches, microbatches).activations > 1
-        recomputes = rank in recompute and pipelines
-        deciding.append(policy.lowered(rank, ranks, lambda: batches, microbatches, edges, routes, recomputes))
+        recomputed = range(batches * microbatches if rank in recompute and pipelines else 0)
+        deciding.append(policy.lowered(rank, ranks, lambda: batches, microbatches, edges, routes, recomputed))
     program: Program = [[] for _ in range(ranks)]
     asleep: dict[int, Action | None] = {}  # waiting rank -> the SEND that needs room, if any
     woken: set[int] = set()  # sleeping ranks that are queued again

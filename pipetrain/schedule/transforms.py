@@ -73,6 +73,15 @@ def with_recompute(program: Program, stages: Collection[int]) -> Program:
     return changed
 
 
+def without_last_recompute(program: Program, stages: Collection[int], microbatches: int) -> Program:
+    """Remove the R of the last microbatch of each batch in `stages`: its F saves what its backward needs."""
+
+    def spared(action: Action) -> bool:
+        return action.op is Op.R and action.stage in stages and (action.mb + 1) % microbatches == 0
+
+    return [[action for action in actions if not spared(action)] for actions in program]
+
+
 def with_delays(program: Program, microbatches: int, predicts: bool, rates: bool) -> Program:
     """Set the delays, in updates, for a correction.
 

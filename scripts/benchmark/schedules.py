@@ -29,7 +29,6 @@ from benchmark.paced import PRODUCTS, Paced, naps, task_of
 from benchmark.report import Row
 from benchmark.tasks import Job, Scale, prepare
 from benchmark.worlds import Say
-from pipetrain.config.settings import recomputing
 from pipetrain.plan.plan import Plan
 from pipetrain.plan.verification import verify
 from pipetrain.runtime.comm.process_groups import ProcessGroups
@@ -84,9 +83,7 @@ def with_costs(plan: Plan, costs: Costs) -> Plan:
     plan = replace(plan, costs=costs, choices={})
     if not plan.by_costs:
         return plan
-    cut, windows, evaluations = verify(
-        plan.draft, plan.cut, [*plan.windows], 1, costs, recomputing(plan.modes)
-    )
+    cut, windows, evaluations = verify(plan.draft, plan.cut, [*plan.windows], 1, costs, plan.modes)
     return replace(plan, cut=cut, windows=windows, evaluations=evaluations)
 
 
@@ -106,7 +103,7 @@ def costs(stages: int, product_s: float, action_s: float = 0.0, message_s: float
 def bound(plan: Plan, product_s: float) -> float:
     """Return the seconds of a batch on paper, where products of so many seconds are all that takes time."""
     settings, cost = plan.settings, costs(plan.stages, product_s)
-    run = simulate(plan.window.program, settings.microbatches, buffer_size=settings.buffer_size, cost=cost)
+    run = simulate(plan.window.program, settings.microbatches, buffer_size=plan.cut.bounds, cost=cost)
     return run.makespan / max(plan.windows)
 
 

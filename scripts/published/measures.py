@@ -94,8 +94,9 @@ def predicted(
     `balance`: layers of each stage; `microbatch`: its samples; `profile`: what `profiled` returned for as
     many, None: by estimated work; `layers`: what `estimate` returned for as many, by which peaks are without
     the loss. The `seconds` of a batch, by work in forwards of a microbatch through the whole model; the most
-    bytes of each stage (`peaks`); `layers`, `parameters`; and `routes`: source, target and bytes of each
-    value that goes from stage to stage with a microbatch.
+    bytes of each stage (`peaks`), and of its weights, gradients and optimizer (`model`); `layers`,
+    `parameters`; and `routes`: source, target and bytes of each value that goes from stage to stage with a
+    microbatch.
     """
     words = [f"batch_size={microbatches * microbatch}", f"microbatches={microbatches}", partition(balance)]
     known = None if profile is None else Profile.from_json(profile)
@@ -103,10 +104,11 @@ def predicted(
         (*overrides, *words, f"stages={len(balance)}"), schedule, example, lambda full: known, layers=layers
     )
     settings = plan.settings
-    run, size = plan.timeline(), settings.full
+    run, size, most = plan.timeline(), settings.full, peaks(plan.memory())
     return {
         "seconds": run.makespan / (1 if profile else settings.ranks),
-        "peaks": [of["total"] for of in peaks(plan.memory())],
+        "peaks": [of["total"] for of in most],
+        "model": [of["weights"] + of["gradients"] + of["optimizer"] for of in most],
         "layers": len(plan.layers),
         "parameters": sum(layer.params for layer in plan.layers),
         "routes": [

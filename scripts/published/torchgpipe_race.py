@@ -123,7 +123,8 @@ def _race(groups: ProcessGroups, say: Say, task: Task, entrants: Entrants, round
             contestants.append(plain(name, job, groups, 1))
         elif who == THEIRS:
             deferred = settings.batchnorm == "batch"
-            contestants.append(TorchGPipe(job, groups, 1, str(settings.recompute), deferred))
+            theirs = str(settings.recompute).removesuffix("_microbatch")
+            contestants.append(TorchGPipe(job, groups, 1, theirs, deferred))
             contestants[-1].name = name
         else:
             takes_part = rank < len(balance)

@@ -81,6 +81,9 @@ STRATEGY = "must be one of even, params, flops, profile, the first layers of all
         ("trace", 3, "trace=3 must be true or false; trace.windows=4 traces the first 4 windows"),
         ("partition", "middle", f"partition=middle {STRATEGY}"),
         ("recompute", [["never"]], "recompute=[['never']] must be one of auto, never"),
+        ("recompute", "except_last", "has two meanings: choose except_last_stage, by which"),
+        ("buffer_size", [4], "buffer_size=[4] must be a whole number of at least 1, or one for activations"),
+        ("buffer_size", [4, 0], "buffer_size=[4,0] must be a whole number of at least 1, or one for activ"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused(key, value, says):

@@ -21,7 +21,7 @@ from pipetrain.plan.plan import Plan, Samples, check_targets
 from pipetrain.plan.verification import Draft
 from pipetrain.schedule.actions import Action, Op, Program, Schedule, has_norms, parse_program
 from pipetrain.schedule.automatic import ZeroBubbleAuto
-from pipetrain.schedule.memory import GIB
+from pipetrain.schedule.memory import GIB, peaks
 from pipetrain.schedule.programs import gpipe, one_f_one_b, pipedream
 from pipetrain.schedule.simulate import SHOWN
 from pipetrain.schedule.timeline import Timeline
@@ -185,6 +185,12 @@ def test_a_memory_limit_chooses_the_least_recomputation_that_fits():
     again = Action(0, Op.R)
     assert always.costs(again) == always.costs(Action(0, Op.F)) == 4 * selective.costs(again)
     assert max(least) < max(less) < max(most)
+    spared, between = cut(None, "recompute=except_last_microbatch")
+    assert [*spared.recompute] == ["except_last_microbatch"] * 2
+    assert sum(a.op is Op.R for actions in spared.window.program for a in actions) == 2 * (8 - 1)
+    assert max(least) < max(between) < max(most)
+    seconds = [made.choices["profile"].slowest_s for made in (free, spared, always)]
+    assert seconds[2] - seconds[0] == 8 / 7 * (seconds[1] - seconds[0]) > 0
     assert [*free.recompute] == [*cut(max(most))[0].recompute] == ["never"] * 2
     assert set(cut(max(most) - 1)[0].recompute) & {"selective", "always"} == {"selective"}
     fitting, _ = cut(max(least))
@@ -211,6 +217,8 @@ def test_a_schedule_of_ones_own_is_given_the_costs_and_may_place_each_r_itself()
     made = by_times([1.0] * 10, "recompute=always", schedule=own)
     assert (seen[0], seen[-1], made.by_costs) == ((None, ()), (5.0, [0, 1]), True)
     assert sum(a.op is Op.R for actions in made.window.program for a in actions) == 8
+    made = by_times([1.0] * 10, "recompute=[except_last_microbatch,always]", schedule=own)
+    assert [sum(a.op is Op.R for a in actions) for actions in made.window.program] == [3, 4]
 
 
 # What is refused
@@ -285,6 +293,16 @@ def test_what_is_shared_within_a_stage_or_not_trained_or_clipped_by_one_norm_may
     assert not plan("partition=[2]", model=tied().requires_grad_(False)).cut.ties
     assert len(plan("partition=[2,4]", "on_nan=skip", "clip_grad_norm=1", **CHAINED).cut.ties) == 2
     assert plan("buffer_size=4", schedule=deadlocking, samples=ONE_BATCH).stages == 2  # as many as it sends
+
+
+def test_fewer_gradients_than_activations_may_be_under_way():
+    """A rank holds less by the gradients, or activations, that it posts ahead."""
+    plans = {size: plan(f"buffer_size={size}", "microbatches=4") for size in ("2", "[2,1]", "[1,2]", "1")}
+    bounds = {size: (made.cut.bounds[0, 1], made.cut.bounds[1, 0]) for size, made in plans.items()}
+    assert bounds == {"2": (2, 2), "[2,1]": (2, 1), "[1,2]": (1, 2), "1": (1, 1)}
+    held = {size: [stage["total"] for stage in peaks(made.memory())] for size, made in plans.items()}
+    assert held["[2,1]"][0] == held["1"][0] < held["2"][0] == held["[1,2]"][0]
+    assert "buffer_size [2, 1]" in str(plans["[2,1]"])
 
 
 def test_an_evaluation_may_hand_on_fewer_tensors_than_training():

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from pipetrain.schedule.actions import Edge, Schedule
-from pipetrain.schedule.buffer_bounds import edge_bounds, widest
+from pipetrain.schedule.buffer_bounds import edge_bounds, free_skips, widest
 from pipetrain.schedule.lower import lower
 from pipetrain.schedule.programs import (
     forward_only,
@@ -40,16 +40,27 @@ def test_a_skip_has_room_for_what_is_on_its_way(
     schedule: Schedule, size: tuple[int, int, int], wanted: dict[Edge, int]
 ) -> None:
     program = lower(schedule(*size), UNET)
-    bounds = edge_bounds(program, UNET, 2)
+    bounds = edge_bounds(program, UNET, (2, 2))
     assert skips(bounds) == wanted
     plain = simulate(lower(schedule(*size)), size[2], buffer_size=2)
     run = simulate(program, size[2], buffer_size=bounds, routes=UNET)
     assert (run.makespan, run.activations) == (plain.makespan, plain.activations)
 
 
+@pytest.mark.parametrize("sizes", [(4, 1), (1, 4)])
+def test_each_direction_may_have_its_own_and_gradients_wait_for_less(sizes: tuple[int, int]) -> None:
+    program = lower(interleaved_1f1b(4, 1, 16), UNET)
+    bounds = edge_bounds(program, UNET, sizes)
+    near = {edge: bound for edge, bound in bounds.items() if abs(edge[0] - edge[1]) == 1}
+    assert all(bound == sizes[source > target] for (source, target), bound in near.items())
+    assert all(bound >= sizes[source > target] for (source, target), bound in bounds.items())
+    simulate(program, 16, buffer_size=bounds, routes=UNET)
+    assert free_skips([(0, 1), (1, 0), (0, 2)], (2, 3), 8) == {(0, 1): 2, (1, 0): 3, (0, 2): 8}
+
+
 def test_an_evaluation_needs_its_own_and_a_channel_for_both_has_the_widest() -> None:
-    training = edge_bounds(lower(interleaved_1f1b(4, 1, 16), UNET), UNET, 2)
-    evaluation = edge_bounds(lower(forward_only([(0,), (1,), (2,), (3,)] * 2, 32), UNET), UNET, 2)
+    training = edge_bounds(lower(interleaved_1f1b(4, 1, 16), UNET), UNET, (2, 2))
+    evaluation = edge_bounds(lower(forward_only([(0,), (1,), (2,), (3,)] * 2, 32), UNET), UNET, (2, 2))
     assert skips(evaluation) == {(0, 7): 5, (1, 6): 4, (2, 5): 3}
     both = widest([training, evaluation])
     assert both.keys() == training.keys()
@@ -69,4 +80,4 @@ def test_with_the_bound_of_the_neighbours_a_skip_would_block(
     program = lower(schedule(*size), routes)
     with pytest.raises(Deadlock):
         simulate(program, size[2], buffer_size=uniform, routes=routes)
-    simulate(program, size[2], buffer_size=edge_bounds(program, routes, uniform), routes=routes)
+    simulate(program, size[2], buffer_size=edge_bounds(program, routes, (uniform, uniform)), routes=routes)

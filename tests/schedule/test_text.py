@@ -116,7 +116,7 @@ def test_a_figure_shows_every_microbatch_its_legend_the_bubble_and_the_memory(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it now raises
     timeline = run(joined(zbv(2, 1, 3)), 3, slowed(0.003, ()))
-    held = over_time(timeline, [Items(saved=mib * 2**20) for mib in (4, 3, 2, 1)], 2)
+    held = over_time(timeline, [Items(saved=mib * 2**20) for mib in (4, 3, 2, 1)], (2, 2))
     as_figure(timeline, tmp_path / "v.svg", "zbv", "s", memory=held)
     seen = texts(tmp_path / "v.svg")
     assert "zbv  ·  2 ranks  ·  makespan 0.057 s  ·  bubble 5.3%" in seen

@@ -79,6 +79,9 @@ LIKE_V_HALF = ("schedule.like=v_half", "buffer_size=1")
         Case("v_async", 3, (NORM, "microbatches=1", *LIKE_V_HALF, UNEVEN_3, "epochs=2")),
         Case("zb_auto", 3, (NORM, "microbatches=3", "window=2", "schedule.memory=1.5", UNEVEN_3, *CLIPPED)),
         Case("zb_auto", 2, (PLAIN, "schedule.v=false", "optim=adamw", "buffer_size=1", "epochs=1")),
+        # Fewer receives ahead for one direction
+        Case("zbv", 2, (PLAIN, "buffer_size=[3,1]", "epochs=1")),
+        Case("fbp", 3, (PLAIN, "buffer_size=[1,2]", "epochs=1")),
     ],
     ids=str,
 )

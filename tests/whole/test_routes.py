@@ -81,7 +81,7 @@ def test_at_its_bound_a_skip_blocks_nothing_and_holds_up_nothing(
     drawn: Drawn, buffer_size: int, seed: int
 ) -> None:
     (_, batches, m), program, routes = drawn
-    bounds = edge_bounds(program, routes, buffer_size)
+    bounds = edge_bounds(program, routes, (buffer_size, buffer_size))
     result = simulate(program, 1, buffer_size=bounds, routes=routes)
     run = Executor(program, bounds, routes, seed)
     assert run.run()
@@ -108,7 +108,7 @@ def test_an_evaluation_does_not_block_either(data: st.DataObject, m: int, buffer
     placement = [(rank,) for rank in data.draw(st.permutations([*range(ranks), *others]))]
     routes = data.draw(routes_of(stages))
     program = lower(forward_only(placement, m), routes)
-    bounds = edge_bounds(program, routes, buffer_size)
+    bounds = edge_bounds(program, routes, (buffer_size, buffer_size))
     simulate(program, 1, buffer_size=bounds, routes=routes)
     assert Executor(program, bounds, routes, 0).run()
 
@@ -128,7 +128,7 @@ def test_a_policy_ends_with_any_skips_and_timing_and_keeps_its_bounds(
         return chance.choice([0, 1, 1, 3, 20]) if action.op is not Op.STEP else 0
 
     example = lower(policy(ranks, batches, m), routes)
-    bounds = edge_bounds(example, routes, buffer_size)
+    bounds = edge_bounds(example, routes, (buffer_size, buffer_size))
     played = play(policy, ranks, batches, m, buffer_size=bounds, cost=cost, routes=routes)
     program = lower(played, routes)
     check(program, batches, m, routes)

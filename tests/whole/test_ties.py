@@ -114,7 +114,7 @@ def test_no_schedule_deadlocks_and_nothing_is_read_before_the_ties_have_come(
         return travel if action.op is Op.TIE else unit_cost(action)
 
     try:
-        bounds = edge_bounds(made, routes, buffer_size, ties)
+        bounds = edge_bounds(made, routes, (buffer_size, buffer_size), ties)
         run = simulate(made, m, buffer_size=bounds, cost=cost, routes=routes, ties=ties)
     except Deadlock:
         if name != "v_async":

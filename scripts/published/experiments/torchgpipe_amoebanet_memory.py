@@ -1,102 +1,111 @@
-"""The largest AmoebaNet-D that fits on 1, 2, 4 and 8 devices, by the plan, and bytes of small ones."""
+"""The five rows of torchgpipe's table of AmoebaNet-D's memory, by the plan, and bytes of small ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
-from math import inf, sqrt
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 
 from benchmark.held import NEAR, stage_peaks
 from benchmark.report import progress
 from benchmark.tasks import Task, prepare
 from benchmark.worlds import Say, run_world
+from pipetrain.config.settings import Mode
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.schedule.memory import GIB
-from published.measures import partition, predicted
+from published.measures import estimate, partition, predicted
 from published.record import NOT, Chart, Check, Finding, How, Line, Results, Series, Step, those
 
-LIMIT, P40 = 8e9 / GIB, 22.4  # GiB of a TPUv2's core, and of the GPU that torchgpipe had
-PUBLISHED: dict[
-    int, tuple[int, int, list[int], float, float, float]
-] = {  # devices: cells, filters, cut, million parameters; GiB of model and activations
-    1: (18, 416, [24], 319.0, 3.57, 0.91),
-    2: (18, 544, [16, 8], 542.7, 6.07, 3.39),
-    4: (36, 544, [16, 12, 7, 7], 1060, 11.80, 6.91),
-    8: (72, 512, [23, 16, 11, 6, 6, 5, 5, 6], 1840, 20.62, 10.83),
-}
-ALONE = 81_505_540  # parameters of (18, 208)
-BATCH, IMAGE, STEP = 128, 224, 8  # filters are a multiple of STEP
+LIMIT, P40 = 8e9 / GIB, 22.4  # GiB of each of Huang's devices, and of the GPU that torchgpipe had
+GB = GIB / 1e9
+ROUNDED = 0.005  # GiB and GB: torchgpipe's have two places
+OVER = 0.01  # of weights, gradients and optimizer: ROUNDED is 0.6 % of the least, and BatchNorm has buffers
+BATCH, IMAGE = 128, 224
 MODEL = (
     "model._target_=published.amoebanet.amoebanet",
     "model.num_classes=1000",
     "optim._target_=torch.optim.RMSprop",
     "~optim.momentum",
 )
-SMALL = {  # cells, filters, cut
-    "1 device (3, 64)": (3, 64, [9]),
-    "1 device (6, 128)": (6, 128, [12]),
-    "2 devices (3, 64)": (3, 64, [6, 3]),
-    "2 devices (6, 128)": (6, 128, [8, 4]),
+STATE, REST = "weights, gradients, RMSprop", "all else"
+WHOLE, THEIRS, ALL = Mode.NEVER.value, Mode.EXCEPT_LAST_MICROBATCH.value, Mode.ALWAYS.value
+
+
+class Row(NamedTuple):
+    """A column of torchgpipe's table. `rounded`: half of the last place of `millions` of parameters.
+
+    GiB and Huang's GB: of weights, gradients and RMSprop's averages (`model`), and the peak of all else
+    (`rest`; None: out of memory).
+    """
+
+    cells: int
+    filters: int
+    balance: list[int]
+    millions: float
+    rounded: float
+    model: float
+    rest: float | None
+    huang_millions: float
+    huang_model: float
+    huang_rest: float
+
+
+PUBLISHED = {
+    "baseline": Row(18, 208, [24], 81.5, 0.05, 0.91, None, 82, 1.05, 6.26),
+    "pipeline-1": Row(18, 416, [24], 319.0, 0.05, 3.57, 0.91, 318, 3.8, 3.46),
+    "pipeline-2": Row(18, 544, [16, 8], 542.7, 0.05, 6.07, 3.39, 542, 6.45, 8.11),
+    "pipeline-4": Row(36, 544, [16, 12, 7, 7], 1060, 5, 11.80, 6.91, 1050, 12.53, 15.21),
+    "pipeline-8": Row(72, 512, [23, 16, 11, 6, 6, 5, 5, 6], 1840, 5, 20.62, 10.83, 1800, 24.62, 26.24),
 }
+SMALL = {"1 device": [12], "2 devices": [8, 4]}  # of (6, 128)
 
 
-def sized(cells: int, filters: int, recompute: str = "always") -> list[str]:
+def sized(cells: int, filters: int) -> list[str]:
     """Return the overrides of a model of this size."""
-    return [*MODEL, f"model.cells={cells}", f"model.filters={filters}", f"recompute={recompute}"]
+    return [*MODEL, f"model.cells={cells}", f"model.filters={filters}"]
 
 
 def steps(quick: bool) -> dict[str, Step]:
-    """Plan the published sizes and the largest ones that fit; measure small ones."""
-    names = ("cells", "filters", "balance")
-    if quick:
-        tiny = {"batch": 2, "image": 64}
-        known = dict(zip(names, (3, 8, [9]), strict=True))
-        return {
-            "fits 1": Step(fits, known | tiny | {"limit": 0.003}),
-            "held 1 device (3, 8)": Step(held, known | tiny),
-        }
-    return {
-        "alone": Step(alone),
-        **{f"fits {k}": Step(fits, dict(zip(names, of, strict=False))) for k, of in PUBLISHED.items()},
-        **{f"held {name}": Step(held, dict(zip(names, of, strict=True))) for name, of in SMALL.items()},
+    """Plan the published sizes; measure small ones."""
+    size: dict[str, Any] = {"cells": 3, "filters": 8} if quick else {"cells": 6, "filters": 128}
+    planned = {
+        name: {"cells": row.cells, "filters": row.filters, "balance": row.balance}
+        for name, row in PUBLISHED.items()
     }
-
-
-def alone() -> dict[str, Any]:
-    """Plan (18, 208) on a device for the whole batch at once."""
-    return predicted(sized(18, 208, "never"), [24], 1, BATCH, (3, IMAGE, IMAGE))
+    planned["baseline"]["microbatches"] = 1
+    if quick:
+        planned = {"tiny": {**size, "balance": [9], "microbatches": 2, "batch": 2, "image": 64}}
+    return {name: Step(fits, arguments) for name, arguments in planned.items()} | {
+        f"held {devices}, {mode}": Step(held, {**size, "balance": [9] if quick else balance, "mode": mode})
+        for devices, balance in [*SMALL.items()][: 1 if quick else None]
+        for mode in (ALL, THEIRS)
+    }
 
 
 def fits(
     cells: int,
     filters: int,
     balance: Sequence[int],
-    limit: float = LIMIT,
+    microbatches: int = BATCH,
     batch: int = BATCH,
     image: int = IMAGE,
-) -> list[dict[str, Any]]:
-    """Plan a size, and with more filters until the fullest device is near the limit in GiB.
-
-    Bytes grow at most with the square of the filters, so that what comes next fits.
-    """
-    plans: list[dict[str, Any]] = []
-    while len(plans) < 3:
-        plan = predicted(sized(cells, filters), balance, batch, 1, (3, image, image))
-        plans.append({"size": (cells, filters), **{key: plan[key] for key in ("parameters", "peaks")}})
-        more = int(filters * sqrt(limit * GIB / max(plan["peaks"])) / STEP) * STEP
-        if more == filters:
-            break
-        filters = more
-    return plans
+) -> dict[str, dict[str, Any]]:
+    """Plan a size in each mode of recompute; in one microbatch nothing is recomputed."""
+    words, example, each = sized(cells, filters), (3, image, image), batch // microbatches
+    layers = estimate(words, each, example)
+    plans = {
+        mode: predicted([*words, f"recompute={mode}"], balance, microbatches, each, example, layers=layers)
+        for mode in ([WHOLE] if microbatches == 1 else [THEIRS, ALL])
+    }
+    return {mode: {key: of[key] for key in ("parameters", "peaks", "model")} for mode, of in plans.items()}
 
 
 def held(
-    cells: int, filters: int, balance: Sequence[int], batch: int = 16, image: int = 64
+    cells: int, filters: int, balance: Sequence[int], mode: str, batch: int = 16, image: int = 64
 ) -> list[tuple[int, int]]:
     """Train a size with samples as microbatches; return the peaks of its stages, measured and planned."""
-    words = [f"batch_size={batch}", f"microbatches={batch}", partition(balance)]
+    words = [f"batch_size={batch}", f"microbatches={batch}", partition(balance), f"recompute={mode}"]
     task = Task((*sized(cells, filters), *words), (3, image, image), 1000)
     of_ranks = run_world(_held, len(balance), progress, task)
     return [(measured, planned) for stages in of_ranks for _, measured, planned in stages]
@@ -108,45 +117,37 @@ def _held(groups: ProcessGroups, say: Say, task: Task) -> list[tuple[int, int, i
 
 def show(results: Results) -> Iterator[Finding]:
     """Hold sizes and bytes against what was published, and plans against what was measured."""
-    plans = {int(k): of for k, of in those(results, "fits ").items()}
-    millions, model_gib, rest_gib = (
-        dict(zip(PUBLISHED, of, strict=True))
-        for of in zip(*(row[3:] for row in PUBLISHED.values()), strict=True)
-    )
-    parameters = {k: of[0]["parameters"] / 1e6 for k, of in plans.items()}
-    of_model = {k: 3 * 4 * of[0]["parameters"] / GIB for k, of in plans.items()}
-    rest = {k: sum(of[0]["peaks"]) / GIB - of_model[k] for k, of in plans.items()}
-    fullest = {k: max(of[0]["peaks"]) / GIB for k, of in plans.items()}
-    largest = {k: of[-1]["parameters"] / 1e6 for k, of in plans.items()}
-    planned = partial(Series, "", at="devices", how=How.PLANNED)
-    size, limit = "the published size", dict.fromkeys(plans, LIMIT)
-    model = planned(f"{size}: weights, gradients, RMSprop", here=of_model, unit="GiB", published=model_gib)
-    activations = planned(f"{size}: all else", here=rest, unit="GiB", published=rest_gib)
-    most = planned("the largest that fits", here=largest, unit="M parameters", published=millions)
-    yield planned(size, here=parameters, unit="M parameters", published=millions)
-    yield from (model, activations, most)
-    yield planned("filters of it", here={k: of[-1]["size"][1] for k, of in plans.items()})
-    yield planned(f"{size}: the fullest device", here=fullest, unit="GiB", bound=limit)
-    for k, of in plans.items():
-        what = f"{k} x {tuple(of[0]['size'])}: fits"
-        yield Check.of(what, "it does", (0, LIMIT), fullest[k], How.PLANNED, unit=" GiB")
-    grows = all(one < more for one, more in pairwise(largest.values()))
-    says, theirs = (" ".join(f"{n:.0f}" for n in of.values()) for of in (largest, millions))
-    yield Check(
-        "million parameters that fit grow with devices",
-        theirs,
-        "each over the one before",
-        says,
-        grows,
-        How.PLANNED,
-    )
-    if "alone" in results:
-        gib, count = max(results["alone"]["peaks"]) / GIB, results["alone"]["parameters"]
-        what = "(18, 208) without a pipeline"
-        same = count == ALONE
-        yield Check("(18, 208): parameters", f"{ALONE:,}", "the same", f"{count:,}", same, How.ARITHMETIC)
-        yield Check.of(what, "out of memory", (P40, inf), gib, How.PLANNED, unit=" GiB")
-        yield Series("", what, "", {"bytes": gib}, How.PLANNED, "GiB", bound={"bytes": P40})
+    plans = {name: results[name] for name in (*PUBLISHED, "tiny") if name in results}
+
+    def rest(mode: str) -> dict[str, float]:
+        """Return the GiB of all else on all devices, as they count: beside 12 bytes a parameter."""
+        moded = {name: of.get(mode) or of[WHOLE] for name, of in plans.items()}
+        return {name: (sum(of["peaks"]) - 12 * of["parameters"]) / GIB for name, of in moded.items()}
+
+    def theirs(part: str) -> dict[str, float]:
+        numbers = {name: getattr(PUBLISHED[name], part) for name in plans if name in PUBLISHED}
+        return {name: number for name, number in numbers.items() if number is not None}
+
+    firsts = {name: next(iter(of.values())) for name, of in plans.items()}  # in the mode of theirs
+    millions = {name: of["parameters"] / 1e6 for name, of in firsts.items()}
+    model = {name: sum(of["model"]) / GIB for name, of in firsts.items()}
+    fullest = {name: max(of["peaks"]) / GIB for name, of in firsts.items()}
+    spared, always = rest(THEIRS), rest(ALL)
+    planned = partial(Series, "", at="experiment", how=How.PLANNED)
+    yield planned("parameters", here=millions, unit="M", published=theirs("millions"))
+    yield planned(STATE, here=model, unit="GiB", published=theirs("model"))
+    yield planned(REST, here=spared, unit="GiB", published=theirs("rest"))
+    yield planned("the fullest device", here=fullest, unit="GiB", bound=dict.fromkeys(plans, LIMIT))
+    yield planned("Huang et al.: parameters", here=millions, unit="M", published=theirs("huang_millions"))
+    yield planned(f"Huang et al.: {STATE}", here=_gb(model), unit="GB", published=theirs("huang_model"))
+    what = f"Huang et al.: {REST}; here all recomputed"
+    yield planned(what, here=_gb(always), unit="GB", published=theirs("huang_rest"))
+    for name, row in PUBLISHED.items():
+        if name in plans:
+            yield from _checks(name, row, millions[name], model[name], fullest[name], spared[name])
+            what, most = f"{name}: {REST}, beside Huang et al.", row.huang_rest + ROUNDED
+            here = always[name] * GB
+            yield Check.of(what, f"{row.huang_rest} GB", (0, most), here, How.PLANNED, unit=" GB")
     stages = {
         f"{name}, stage {stage}": of
         for name, every in those(results, "held ").items()
@@ -154,14 +155,41 @@ def show(results: Results) -> Iterator[Finding]:
     }
     for how, n in ((How.RUN, 0), (How.PLANNED, 1)):
         yield Series(
-            "", "small ones, fullest", "", {at: of[n] / 2**20 for at, of in stages.items()}, how, "MiB"
+            "", "a small one, fullest", "", {at: of[n] / 2**20 for at, of in stages.items()}, how, "MiB"
         )
     for name, (measured, foreseen) in stages.items():
         limits = 1 - NEAR, 1 + NEAR
         yield Check.of(f"{name}: measured as planned", NOT, limits, measured / foreseen, How.RUN)
-    lines = [Line("published", How.PUBLISHED, millions), most.line("largest in 8 GB")]
-    yield Chart("Parameters", "devices", "million", lines, "xy")
-    both = {"model": model, "activations": activations}
-    lines = [series.theirs(name) for name, series in both.items()]
-    lines += [series.line(name) for name, series in both.items()]
-    yield Chart("Bytes on all devices, at the published sizes", "devices", "GiB", lines, "xy")
+    devices = {name: len(row.balance) for name, row in PUBLISHED.items() if row.rest} | {"tiny": 1}
+
+    def line(name: str, how: How, numbers: Mapping[str, float]) -> Line:
+        return Line(name, how, {devices[at]: gib for at, gib in numbers.items() if at in devices})
+
+    lines = [line(name, How.PUBLISHED, theirs(part)) for name, part in ((STATE, "model"), (REST, "rest"))]
+    lines += [line(name, How.PLANNED, gib) for name, gib in ((STATE, model), (REST, spared))]
+    lines.append(line(f"{REST}, all recomputed", How.PLANNED, always))
+    lines = [each for each in lines if each.points]
+    yield Chart("Bytes on all devices", "devices", "GiB", lines, "xy")
+
+
+def _checks(
+    name: str, row: Row, millions: float, model: float, fullest: float, rest: float
+) -> Iterator[Check]:
+    """Hold a row against torchgpipe's; bytes in GiB."""
+    same = abs(millions - row.millions) <= row.rounded
+    count = f"{millions:.1f} M"
+    yield Check(f"{name}: parameters", f"{row.millions:g} M", "the same", count, same, How.ARITHMETIC)
+    near = (1 - OVER) * row.model, (1 + OVER) * row.model
+    yield Check.of(f"{name}: {STATE}", f"{row.model} GiB", near, model, How.PLANNED, unit=" GiB")
+    if row.rest is None:
+        what = f"{name}: the whole batch at once"
+        yield Check.of(what, "out of memory", (P40, inf), fullest, How.PLANNED, unit=" GiB")
+    else:
+        what, most = f"{name}: {REST}, as it recomputes", row.rest + ROUNDED
+        yield Check.of(what, f"{row.rest} GiB", (0, most), rest, How.PLANNED, unit=" GiB")
+        what = f"{name}: fits 8 GB"
+        yield Check.of(what, "it does", (0, LIMIT), fullest, How.PLANNED, unit=" GiB")
+
+
+def _gb(gib: Mapping[str, float]) -> dict[str, float]:
+    return {name: number * GB for name, number in gib.items()}
