@@ -48,13 +48,20 @@ def pairs(
     }
 
 
-def speedup(of: str, name: str, rows: Mapping[int, Row], naive: float, gains: Mapping[int, float]) -> Series:
+def speedup(
+    of: str,
+    name: str,
+    rows: Mapping[int, Row],
+    naive: float,
+    gains: Mapping[int, float],
+    spared: bool = False,
+) -> Series:
     """Return planned speed-ups by partitions beside the published ones, and their bounds.
 
-    `naive`: the published samples/s of one process.
+    `naive`: the published samples/s of one process; `spared`: see `bound`.
     """
     published = {n: round(row.samples_s / naive, 3) for n, row in rows.items()}
-    bounds = {n: bound(n, rows[n].microbatches) for n in gains}
+    bounds = {n: bound(n, rows[n].microbatches, spared) for n in gains}
     return Series(of, name, "K", gains, How.PLANNED, "x naive-1", published, bounds)
 
 
@@ -66,10 +73,10 @@ def samples_per_s(
     return Series(of, "speed", "", here, how, "samples/s", published)
 
 
-def bound_line(rows: Mapping[int, Row]) -> Line:
+def bound_line(rows: Mapping[int, Row], spared: bool = False) -> Line:
     """Return the line of the bounds of a record's rows."""
-    bounds = {n: bound(n, row.microbatches) for n, row in rows.items()}
-    return Line("c K m / (m + K - 1)", How.BOUND, bounds)
+    bounds = {n: bound(n, row.microbatches, spared) for n, row in rows.items()}
+    return Line("bound", How.BOUND, bounds)
 
 
 def race_torchgpipe(
@@ -143,9 +150,13 @@ def _race(groups: ProcessGroups, say: Say, task: Task, entrants: Entrants, round
     }
 
 
-def bound(ranks: int, m: int) -> float:
-    """Return the most speed-up where every forward is run again, and a backward takes two forwards."""
-    return 3 / 4 * ranks * m / (m + ranks - 1)
+def bound(ranks: int, m: int, spared: bool = False) -> float:
+    """Return the most speed-up where every forward is run again, and a backward takes two forwards.
+
+    c K m / (m + K - 1) with c = 3/4. `spared`: but for the last microbatch, whose backwards drain the
+    pipeline; of one rank 3 m / (4 m - 1).
+    """
+    return 3 * ranks * m / (4 * (m + ranks - 1) - ranks * spared)
 
 
 def scaled(balance: Sequence[int], layers: int) -> list[int]:

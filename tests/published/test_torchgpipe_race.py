@@ -104,4 +104,4 @@ def test_the_records_of_torchgpipe_print_its_samples_per_s_beside_ours() -> None
     assert printed[2][How.RUN, 4] == (2 * 4 / 2.0, 41.133)
     (log,) = [of for of in unet.series if of.name == "speed-up by work" and of.of == "pipeline-8"]
     assert log.here == {"its command, m = 40": 1.0, "its log, m = 8": 0.2}
-    assert log.bound["its log, m = 8"] == pytest.approx(3.2)
+    assert log.bound["its log, m = 8"] == pytest.approx(3 * 8 * 8 / (4 * 15 - 8))

@@ -76,8 +76,10 @@ def steps(quick: bool) -> dict[str, Step]:
     planned["baseline"]["microbatches"] = 1
     if quick:
         planned = {"tiny": {**size, "balance": [9], "microbatches": 2, "batch": 2, "image": 64}}
-    return {name: Step(fits, arguments) for name, arguments in planned.items()} | {
-        f"held {devices}, {mode}": Step(held, {**size, "balance": [9] if quick else balance, "mode": mode})
+    return {name: Step(fits, arguments, timed=False) for name, arguments in planned.items()} | {
+        f"held {devices}, {mode}": Step(
+            held, {**size, "balance": [9] if quick else balance, "mode": mode}, timed=False
+        )
         for devices, balance in [*SMALL.items()][: 1 if quick else None]
         for mode in (ALL, THEIRS)
     }
