@@ -104,7 +104,11 @@ def make_all(names: Sequence[str], out: Path, quick: bool, fresh: bool) -> int:
             missing[name] = one_line(error)
             continue
         words = ["python", "scripts/compare.py", "--experiment", name, *["--quick"] * quick]
-        sections.append(page.section(name, record, made, out, shlex.join(words)))
+        try:
+            sections.append(page.section(name, record, made, out, shlex.join(words)))
+        except LookupError as error:
+            file = file_of(out, name)
+            raise ConfigError(f"{file} lacks {error}: other code made it; start over with --fresh") from error
         print("", sections[-1].verdict.markdown, *(of.markdown for of in sections[-1].tables), sep="\n")
     at = DOCS / page.PAGE if out.resolve() == KEPT[ALL] else out / page.PAGE
     page.write(sections, missing, at, out, quick)

@@ -163,7 +163,7 @@ def test_the_page_is_that_of_the_results_that_are_kept() -> None:
     kept = cli.KEPT[cli.ALL]
     text = (cli.DOCS / page.PAGE).read_text()
     for name in RECORDS:
-        if name.startswith("staleness"):
+        if name.startswith((cli.STUDY, cli.MAP)):
             continue
         made = json.loads(cli.file_of(kept, name).read_text())
         record, results = cli.record_of(name), {key: step["result"] for key, step in made.items()}
@@ -184,6 +184,14 @@ def test_a_record_that_fails_is_said_and_the_others_are_made(
     out = capsys.readouterr().out
     assert "FAILED: it does not run here" in out
     assert "| it is 4 " in out
+
+
+def test_results_of_other_code_are_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "record_of", {"doubling": record(1)}.__getitem__)
+    with pytest.raises(ConfigError, match=r"doubling.json lacks '2': other code made it; .*--fresh"):
+        cli.make_all(["doubling"], tmp_path, False, False)
 
 
 def forked(command: Sequence[str], nproc: int, log: Path, keep_open: Sequence[int] = ()) -> int | None:
