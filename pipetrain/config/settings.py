@@ -48,7 +48,7 @@ STRATEGIES = ("even", "params", "flops")
 PROFILE = "profile"  # the strategy that measures
 AUTO = "auto"
 EXCEPT_LAST_STAGE = "except_last_stage"
-RECOMPUTE = (AUTO, "never", EXCEPT_LAST_STAGE, "except_last_microbatch", "always", "selective")
+RECOMPUTE = (AUTO, "never", EXCEPT_LAST_STAGE, "except_first_microbatch", "always", "selective")
 """The values of recompute=, beside a list of the modes of all stages."""
 
 
@@ -56,14 +56,15 @@ class Mode(StrEnum):
     """What a stage holds of a microbatch between its forward and its backward.
 
     NEVER: all that the backward needs. SELECTIVE: its inputs, and what is dear to make again. ALWAYS: its
-    inputs alone. EXCEPT_LAST_MICROBATCH: as ALWAYS, and of the last microbatch of each batch as NEVER; it is
-    torchgpipe's `except_last`. A checkpoint has their numbers in this order.
+    inputs alone. EXCEPT_FIRST_MICROBATCH: as ALWAYS, and of the first microbatch of each batch, whose
+    backward comes first, as NEVER; torchgpipe's backwards come in the other order, so this is its
+    `except_last`. A checkpoint has their numbers in this order.
     """
 
     NEVER = "never"
     SELECTIVE = "selective"
     ALWAYS = "always"
-    EXCEPT_LAST_MICROBATCH = "except_last_microbatch"
+    EXCEPT_FIRST_MICROBATCH = "except_first_microbatch"
 
 
 def modes_of(recompute: str | Sequence[str], stages: int) -> list[Mode]:
@@ -109,10 +110,13 @@ def _partition(key: str, value: Any) -> Any:
 
 
 def _recompute(key: str, value: Any) -> Any:
-    if value == "except_last":  # in 0.2 the last stage, in torchgpipe the last microbatch
+    if (
+        value == "except_last"
+    ):  # in 0.2 the last stage, in torchgpipe the microbatch whose backward comes first
         raise ConfigError(
             f"{key}=except_last has two meanings: choose {EXCEPT_LAST_STAGE}, by which the last stage saves "
-            f"all, or {Mode.EXCEPT_LAST_MICROBATCH}, by which all save all of a batch's last microbatch"
+            f"all, or {Mode.EXCEPT_FIRST_MICROBATCH}, torchgpipe's, by which all save all of the microbatch "
+            "whose backward comes first"
         )
     if isinstance(value, str):
         return kept(value, value in RECOMPUTE)

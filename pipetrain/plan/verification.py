@@ -51,7 +51,7 @@ from pipetrain.schedule.transforms import (
     with_norms,
     with_recompute,
     with_ties,
-    without_last_recompute,
+    without_first_recompute,
 )
 
 TOGETHER = "keep the layers that share it in one stage by partition="
@@ -188,12 +188,12 @@ def make_program(
     """
     (routes, ties), settings = _joins(cut), draft.settings
     recompute = [stage for stage, mode in enumerate(modes) if mode is not Mode.NEVER]
-    spared = [stage for stage, mode in enumerate(modes) if mode is Mode.EXCEPT_LAST_MICROBATCH]
+    spared = [stage for stage, mode in enumerate(modes) if mode is Mode.EXCEPT_FIRST_MICROBATCH]
     offered = {"routes": routes, "recompute": recompute} | ({} if costs is None else {"costs": costs})
     compute = _compute_only(settings, draft.schedule, batches, **offered)
     if "recompute" not in asks_for(draft.schedule):
         compute = with_recompute(compute, recompute)
-    compute = without_last_recompute(compute, spared, settings.microbatches)
+    compute = without_first_recompute(compute, spared, settings.microbatches)
     compute, correction = joined(compute, routes), settings.correction
     if correction.predicts or correction.rates:
         compute = with_delays(compute, settings.microbatches, correction.predicts, correction.rates)

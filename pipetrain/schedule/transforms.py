@@ -73,11 +73,11 @@ def with_recompute(program: Program, stages: Collection[int]) -> Program:
     return changed
 
 
-def without_last_recompute(program: Program, stages: Collection[int], microbatches: int) -> Program:
-    """Remove the R of the last microbatch of each batch in `stages`: its F saves what its backward needs."""
+def without_first_recompute(program: Program, stages: Collection[int], microbatches: int) -> Program:
+    """Remove the R of the first microbatch of each batch in `stages`: its F saves what its backward needs."""
 
     def spared(action: Action) -> bool:
-        return action.op is Op.R and action.stage in stages and (action.mb + 1) % microbatches == 0
+        return action.op is Op.R and action.stage in stages and action.mb % microbatches == 0
 
     return [[action for action in actions if not spared(action)] for actions in program]
 

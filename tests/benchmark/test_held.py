@@ -11,13 +11,13 @@ from tests.support import DEADLINE_S
 
 @pytest.mark.processes
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b"])
-def test_a_last_microbatch_that_is_not_run_again_is_planned(schedule):
+def test_a_first_microbatch_that_is_not_run_again_is_planned(schedule):
     held = {}
-    for mode in ("always", "except_last_microbatch", "never"):
+    for mode in ("always", "except_first_microbatch", "never"):
         case = Case("gpt", schedule, 2, (f"recompute={mode}",))
         ranks = run_world(measure, 2, print, case, deadline=DEADLINE_S)
         held[mode] = {stage: found for stages in ranks for stage, *found in stages}
-    for measured, planned in held["except_last_microbatch"].values():
+    for measured, planned in held["except_first_microbatch"].values():
         assert 0.95 * planned < measured <= 1.002 * planned  # Python's own, such as an optimizer's counters
-    first = [found[0] for found in (of[0] for of in held.values())]
-    assert first == sorted({*first})
+    always, spared, never = (of[0][0] for of in held.values())
+    assert always == spared < never

@@ -185,10 +185,10 @@ def test_a_memory_limit_chooses_the_least_recomputation_that_fits():
     again = Action(0, Op.R)
     assert always.costs(again) == always.costs(Action(0, Op.F)) == 4 * selective.costs(again)
     assert max(least) < max(less) < max(most)
-    spared, between = cut(None, "recompute=except_last_microbatch")
-    assert [*spared.recompute] == ["except_last_microbatch"] * 2
+    spared, between = cut(None, "recompute=except_first_microbatch")
+    assert [*spared.recompute] == ["except_first_microbatch"] * 2
     assert sum(a.op is Op.R for actions in spared.window.program for a in actions) == 2 * (8 - 1)
-    assert max(least) < max(between) < max(most)
+    assert max(least) == max(between) < max(most)
     seconds = [made.choices["profile"].slowest_s for made in (free, spared, always)]
     assert seconds[2] - seconds[0] == 8 / 7 * (seconds[1] - seconds[0]) > 0
     assert [*free.recompute] == [*cut(max(most))[0].recompute] == ["never"] * 2
@@ -217,7 +217,7 @@ def test_a_schedule_of_ones_own_is_given_the_costs_and_may_place_each_r_itself()
     made = by_times([1.0] * 10, "recompute=always", schedule=own)
     assert (seen[0], seen[-1], made.by_costs) == ((None, ()), (5.0, [0, 1]), True)
     assert sum(a.op is Op.R for actions in made.window.program for a in actions) == 8
-    made = by_times([1.0] * 10, "recompute=[except_last_microbatch,always]", schedule=own)
+    made = by_times([1.0] * 10, "recompute=[except_first_microbatch,always]", schedule=own)
     assert [sum(a.op is Op.R for a in actions) for actions in made.window.program] == [3, 4]
 
 

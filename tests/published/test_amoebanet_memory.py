@@ -26,7 +26,9 @@ def results(rest: float = 0.5, off: float = 1.0) -> dict[str, Any]:
         count, k = round(off * PARAMETERS[name]), len(row.balance)
         beside = (row.rest or 100.0) * rest * GIB
         plan = {"parameters": count, "model": [12 * count / k] * k, "peaks": [(12 * count + beside) / k] * k}
-        made[name] = {"never": plan} if row.rest is None else {"except_last_microbatch": plan, "always": plan}
+        made[name] = (
+            {"never": plan} if row.rest is None else {"except_first_microbatch": plan, "always": plan}
+        )
     return made | {"held 1 device, always": [[100, 101]]}
 
 

@@ -29,7 +29,7 @@ MODEL = (
     "~optim.momentum",
 )
 STATE, REST = "weights, gradients, RMSprop", "all else"
-WHOLE, THEIRS, ALL = Mode.NEVER.value, Mode.EXCEPT_LAST_MICROBATCH.value, Mode.ALWAYS.value
+WHOLE, THEIRS, ALL = Mode.NEVER.value, Mode.EXCEPT_FIRST_MICROBATCH.value, Mode.ALWAYS.value
 
 
 class Row(NamedTuple):

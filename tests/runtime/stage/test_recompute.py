@@ -20,7 +20,7 @@ from tests.support.edge_case_models import Attending
 from tests.support.thread_ranks import run_in_threads
 from tests.support.traced_comparison import example, gradients, whole
 
-MODES = ("always", "except_last_microbatch", "selective")
+MODES = ("always", "except_first_microbatch", "selective")
 BF16 = ("precision=bf16", "dtype=float32", "optim.lr=0.02")
 ONE = ("schedule.virtual=2", "microbatches=3", "partition=[3]")  # two stages on one rank
 
@@ -39,12 +39,12 @@ def recomputed(case: Case) -> list[str]:
     return sorted({str(a.stage) for actions in program for a in actions if a.op is Op.R})
 
 
-def _spares_the_last(case: Case) -> bool:
-    """Whether the last microbatch of each batch alone is not run again, where others of the stage are."""
+def _spares_the_first(case: Case) -> bool:
+    """Whether the first microbatch of each batch alone is not run again, where others of the stage are."""
     plan = make_run(case).plan
     m, programs = plan.settings.microbatches, [window.program for window in plan.windows.values()]
     numbers = {a.mb % m for program in programs for actions in program for a in actions if a.op is Op.R}
-    return numbers == {*range(m - 1)}
+    return numbers == {*range(1, m)}
 
 
 def equal(schedule: str, ranks: int, *words: str, modes: tuple[str, ...] = MODES) -> None:
@@ -53,7 +53,7 @@ def equal(schedule: str, ranks: int, *words: str, modes: tuple[str, ...] = MODES
     for mode in modes:
         case = Case(schedule, ranks, ("epochs=1", *words, f"recompute={mode}"))
         assert recomputed(case)
-        assert mode != MODES[1] or _spares_the_last(case)
+        assert mode != MODES[1] or _spares_the_first(case)
         state, found = run_in_threads(case)
         assert state.keys() == wanted.keys()
         assert [name for name, tensor in wanted.items() if not torch.equal(state[name], tensor)] == [], mode
@@ -136,11 +136,11 @@ def test_a_policy_recomputes_what_it_has_decided_and_a_forward_that_its_backward
     compare(case, state, figures)
     again = [a.stage for program in figures.ran for actions in program for a in actions if a.op is Op.R]
     assert sorted(again) == [stage for stage in (0, 1) for _ in range(4 * 3)]
-    spared = replace(case, overrides=(*case.overrides[:-1], "recompute=except_last_microbatch"))
+    spared = replace(case, overrides=(*case.overrides[:-1], "recompute=except_first_microbatch"))
     state, figures = run_in_threads(spared)
     compare(spared, state, figures)
     numbers = [a.mb % 3 for program in figures.ran for actions in program for a in actions if a.op is Op.R]
-    assert sorted(numbers) == [0] * 8 + [1] * 8
+    assert sorted(numbers) == [1] * 8 + [2] * 8
     stages = {name: Case(name, 3, ("microbatches=3", "recompute=always")) for name in ("layer_dist", "1f1b")}
     assert {name: recomputed(case) for name, case in stages.items()} == {"layer_dist": [], "1f1b": ["0", "1"]}
 
@@ -149,7 +149,7 @@ def test_a_policy_recomputes_what_it_has_decided_and_a_forward_that_its_backward
     ("schedule", "ranks", "stages"),
     [("gpipe", 2, 2), ("zbv", 2, 4), ("interleaved_1f1b", 2, 4), ("pipedream", 2, 2), ("fbp", 2, 2)],
 )
-def test_the_last_microbatch_of_each_batch_is_run_once(monkeypatch, schedule, ranks, stages):
+def test_the_first_microbatch_of_each_batch_is_run_once(monkeypatch, schedule, ranks, stages):
     """Counted where a stage runs its layers. Others run twice, but not where B follows F at once."""
     ran: Counter[tuple[int, int]] = Counter()  # stage, number of a microbatch in its batch
     first, again = Stage.forward, Stage.recompute
@@ -165,10 +165,10 @@ def test_the_last_microbatch_of_each_batch_is_run_once(monkeypatch, schedule, ra
     monkeypatch.setattr(Stage, "forward", forward)
     monkeypatch.setattr(Stage, "recompute", recompute)
     words = (model("models.with_norm"), "microbatches=3", "epochs=1", "partition=even")
-    run_in_threads(Case(schedule, ranks, (*words, "recompute=except_last_microbatch")))
+    run_in_threads(Case(schedule, ranks, (*words, "recompute=except_first_microbatch")))
     batches = 4
-    assert [ran[stage, 2] for stage in range(stages)] == [batches] * stages
-    assert {ran[stage, number] for stage in range(stages - 1) for number in (0, 1)} == {2 * batches}
+    assert [ran[stage, 0] for stage in range(stages)] == [batches] * stages
+    assert {ran[stage, number] for stage in range(stages - 1) for number in (1, 2)} == {2 * batches}
 
 
 @pytest.mark.parametrize(
