@@ -231,6 +231,13 @@ def overview(sections: Sequence[Section]) -> Table:
     return Table("Came back", ["record", "what", *(how.value for how in KINDS)], lines, (), WORDS)
 
 
+def rows_of(sections: Sequence[Section]) -> Table:
+    """Return which rows each record has, and which of them were run or planned."""
+    lines = [[s.name, *row] for s in sections for row in s.record.rows]
+    head = ["record", "published", "here", "why not more"]
+    return Table("Each published row, and where ours stands", head, lines, (), head)
+
+
 def write(
     sections: Sequence[Section], missing: Mapping[str, str], page: Path, folder: Path, quick: bool = False
 ) -> None:
@@ -250,6 +257,7 @@ def write(
         title=sections[0].record.title if alone else "Published records, made again",
         sections=sections,
         overview=None if alone else overview(sections),
+        rows=rows_of(sections),
         names=[s.name for s in sections],
         missing=missing,
         pictures=pictures,
@@ -279,6 +287,8 @@ def markdown(sections: Sequence[Section], missing: Mapping[str, str], folder: st
         markdown_table([all_of_them.head, *all_of_them.lines], WORDS).rstrip(),
         *(f"Not made: {name}: {why}" for name, why in missing.items()),
     ]
+    if (rows := rows_of(sections)).lines:
+        parts += [f"## {rows.name}", unpadded(rows)]
     for one in sections:
         parts += [
             f"## {one.name}",

@@ -201,6 +201,8 @@ class Findings:
 class Record:
     """A published record. `steps`: what is measured, with True a tiny version; `show`: what it says.
 
+    `rows`: what was published, where ours stands, and why not more.
+
     In words, see records.yaml.
     """
 
@@ -210,3 +212,4 @@ class Record:
     source: str
     notes: Sequence[str] = ()
     wrong: str = ""
+    rows: Sequence[Sequence[str]] = ()

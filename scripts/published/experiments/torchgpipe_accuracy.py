@@ -66,7 +66,7 @@ ONE, BARE, AGAIN = "one process", "without BatchNorm", "pipeline-256 on 4 ranks,
 
 FULL = {"data": "cifar10", "train": 40_000, "width": 256, "epochs": 6}
 TINY = {"data": "digits", "train": 1280, "width": 16, "epochs": 1}
-SEEDS, SMALLER = 10, 4  # images are as many times lower and narrower
+SEEDS, SMALLER = 6, 4  # images are as many times lower and narrower
 
 
 def steps(quick: bool) -> dict[str, Step]:
