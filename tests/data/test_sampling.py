@@ -92,7 +92,7 @@ class Misbehave:
 @pytest.mark.parametrize(
     ("what", "timeout", "says"),
     [
-        ("die", 30.0, r"exited unexpectedly|killed by signal"),
+        ("die", 30.0, r"exited unexpectedly|killed by signal|reset by peer"),
         ("hang", 0.5, r"timed out after 0\.5 seconds"),
         ("raise", 30.0, "no good"),
     ],
