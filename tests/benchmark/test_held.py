@@ -20,4 +20,4 @@ def test_a_first_microbatch_that_is_not_run_again_is_planned(schedule):
     for measured, planned in held["except_first_microbatch"].values():
         assert 0.95 * planned < measured <= 1.002 * planned  # Python's own, such as an optimizer's counters
     always, spared, never = (of[0][0] for of in held.values())
-    assert always == spared < never
+    assert 0.998 * always < spared < 1.002 * always < never
