@@ -26,9 +26,8 @@ from pipetrain.data import Images, Split, cifar10, digits, text
 from pipetrain.models import gpt
 from pipetrain.muon import Muon
 from pipetrain.schedule.actions import Schedule, most_open, most_versions
-from pipetrain.schedule.asynchronous import AsynchronousV
 from pipetrain.schedule.lower import lower
-from pipetrain.schedule.programs import one_f_one_b, pipedream, pipedream_2bw, ssp, zb_h1
+from pipetrain.schedule.programs import one_f_one_b, pipedream, pipedream_2bw, zb_h1
 from pipetrain.schedule.simulate import simulate, unit_cost
 from published.emulation import Emulation, Feed, Pipeline, even_cuts
 
@@ -37,8 +36,6 @@ SCHEDULES: Mapping[str, Schedule] = {
     "zb_h1": zb_h1,
     "pipedream": pipedream,
     "pipedream_2bw": pipedream_2bw,
-    "v_async": AsynchronousV(),
-    "ssp": ssp,
 }
 FLUSH = Pipeline(one_f_one_b, window=1)
 WARMUP, DECAY = 0.05, {"sgd": 5e-4, "adamw": 0.01, "muon": 0.01}
@@ -92,9 +89,7 @@ class Way(NamedTuple):
         if self.schedule == "synchronous":
             return FLUSH
         ranks = 1 if self.schedule == "pipedream_2bw" else self.ranks
-        stages = 2 * ranks if self.schedule == "v_async" else ranks
-        cuts = even_cuts(layers, stages)
-        return Pipeline(SCHEDULES[self.schedule], ranks, self.microbatches, cuts)
+        return Pipeline(SCHEDULES[self.schedule], ranks, self.microbatches, even_cuts(layers, ranks))
 
 
 # Models of 16 layers, or of 8, that any number of stages divides
@@ -336,9 +331,7 @@ def priced(schedule: str, ranks: int, microbatches: int) -> dict[str, float]:
     pieces = PIECES.get(schedule, 1) if microbatches == 1 else microbatches
     window = 1 if schedule in ("synchronous", "zb_h1") else 44
     program = Pipeline(SCHEDULES[schedule], ranks, pieces).program(window)
-    stages = len({a.stage for actions in program for a in actions})
-    time = simulate(lower(program), pieces, cost=lambda a: unit_cost(a) / (3 * stages * pieces)).makespan
-    share = ranks / stages  # of a rank's part that a stage has
-    versions = max(share * sum(most_versions(actions).values()) for actions in program)
+    time = simulate(lower(program), pieces, cost=lambda a: unit_cost(a) / (3 * ranks * pieces)).makespan
+    versions = max(sum(most_versions(actions).values()) for actions in program)
     fullest = max(most_open([actions]) for actions in program)
-    return {"time": time / window, "versions": versions, "activations": fullest * share / pieces}
+    return {"time": time / window, "versions": versions, "activations": fullest / pieces}
