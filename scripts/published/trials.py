@@ -147,11 +147,11 @@ def small_digits() -> tuple[Split, Split, Split]:
 
 
 @cache
-def some_cifar() -> tuple[Split, Split, Split]:
-    """Return images of CIFAR-10, from the folder `data`: 10,000, 2,000 more, and all 10,000 to test on."""
+def some_cifar(n: int = 10_000) -> tuple[Split, Split, Split]:
+    """Return images of CIFAR-10, from the folder `data`: n, 2,000 more, and all 10,000 to test on."""
     data = cifar10.load("data")
     assert isinstance(data.train, Images)
-    return *parted(data.train.first(12_000), 10_000), data.test
+    return *parted(data.train.first(n + 2000), n), data.test
 
 
 def shrunk(split: Split, times: int) -> Images:
@@ -184,6 +184,15 @@ TASKS = {
         lambda: chain(groups),
         some_cifar,
         {"sgd": (0.005, 0.01, 0.02, 0.05), "muon": (0.005, 0.01, 0.02, 0.04)},
+        64,
+        2,
+        52,
+        tuned=(100,),
+    ),
+    "CIFAR-10, 4 times as long": Task(
+        lambda: chain(groups),
+        lambda: some_cifar(40_000),
+        {"muon": (0.01, 0.02, 0.04)},
         64,
         2,
         52,
