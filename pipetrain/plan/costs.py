@@ -71,6 +71,11 @@ class Profile:
     layers: list[LayerTime]
     stage: LayerTime = NO_TIME  # what a stage takes in addition to its layers
 
+    @property
+    def alone(self) -> float:
+        """The part of its time that a rank takes while all others wait: below 1 if they slow each other."""
+        return float(self.machine.get("alone", 1.0))
+
     def to_json(self) -> dict[str, Any]:
         return {"pipetrain_profile": VERSION, **asdict(self)}
 

@@ -125,9 +125,10 @@ def _with_peak(plan: Plan) -> tuple[Plan, int]:
 
 def _seconds(plan: Plan) -> float:
     """Return the time of an update; with a correction, including its share of synchronous updates."""
-    batch = plan.timeline().makespan / max(plan.windows)
+    alone = plan.table.times.alone
+    batch = plan.timeline().makespan_shared(alone) / max(plan.windows)
     if share := plan.settings.correction.flushed:
-        batch += share * (plan.timeline(1).makespan - batch)
+        batch += share * (plan.timeline(1).makespan_shared(alone) - batch)
     return batch if plan.costs else batch / (WORK * plan.settings.microbatches)
 
 
@@ -249,9 +250,15 @@ def _against_exact(fit: Sequence[Candidate], safe: Sequence[Candidate]) -> str:
 
 
 def _processes(plan: Plan) -> str:
-    """Say where a profile does not have the processes that will slow each other."""
-    ranks, measured = plan.settings.ranks, plan.table.times.machine.get("ranks")
-    if measured in (None, ranks) or plan.table.times.machine.get("device") != "cpu":
+    """Say how far processes slow each other, or where the profile was measured with others."""
+    ranks, times = plan.settings.ranks, plan.table.times
+    measured = times.machine.get("ranks")
+    if measured == ranks and times.alone < 1:
+        return (
+            f"The {ranks} processes slow each other: one that computes alone takes {times.alone:.0%} of the "
+            f"time, measured, so that a bubble costs less.\n"
+        )
+    if measured in (None, ranks) or times.machine.get("device") != "cpu":
         return ""
     return (
         f"The profile was measured with {measured} at a time, and {ranks} processes will run: where they "

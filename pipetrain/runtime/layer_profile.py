@@ -1,5 +1,7 @@
 """Measures what layers and messages cost, on all ranks at the same time: they compete as in training.
 
+On CPUs rank 0 measures alone before: how much less that takes says how far ranks that wait let others gain.
+
 Each layer is a stage of its own, all of them on this rank, and the engine runs a program over them: what is
 timed is what it does in training. One microbatch is recomputed, one saved whole, and one has its backward in
 two halves; these two add to a gradient that is there, as most microbatches of a batch do. Behind the last
@@ -59,6 +61,8 @@ log = logging.getLogger("pipetrain")
 WARMUP_WINDOWS = 1
 # Windows, with those; after so many seconds MIN_WINDOWS are enough.
 MIN_WINDOWS, MAX_WINDOWS, ENOUGH_S = 7, 30, 0.2
+ALONE_WINDOWS = 4  # at least, on rank 0 while the others wait
+FORWARD, BACKWARD = SECONDS.index("forward_s"), SECONDS.index("backward_s")
 SMALL_BYTES, LARGE_BYTES = 2**10, 2**22  # of a message
 COLD_ROUND_TRIPS, ROUND_TRIPS = 3, 11
 
@@ -97,11 +101,19 @@ def measure(
     if groups.world.rank == 0:
         log.info("pipetrain: profiling %d layers, %s at a time", len(layers), size)
     latency_s, s_per_byte = slowest_link(groups, min(settings.buffer_sizes))
-    try:
-        with RngSnapshot().replayed():
-            local: Any = measure_layers(network, layers, example, size, numerics, optimizer, device)
-    except (ConfigError, RuntimeError) as error:  # a layer failed, or out of memory
-        local = one_line(error)
+
+    def measured_here(least: int) -> Any:
+        try:
+            with RngSnapshot().replayed():
+                return measure_layers(network, layers, example, size, numerics, optimizer, device, least)
+        except (ConfigError, RuntimeError) as error:  # a layer failed, or out of memory
+            return one_line(error)
+
+    share = device.type == "cpu" and groups.world.size > 1  # cores and memory
+    first = measured_here(ALONE_WINDOWS) if share and not groups.world.rank else None
+    if share:
+        first = groups.broadcast("the times of the layers on one rank", first)
+    local = first if isinstance(first, str) else measured_here(MIN_WINDOWS)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     by_rank = groups.gather("the times of the layers", local)
@@ -115,6 +127,7 @@ def measure(
         "ranks": len(by_rank),
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
+        "alone": round(min(1.0, _pass_s(first) / _pass_s(by_rank[0])), 3) if first else 1.0,
     }
     names_and_bytes = [*((layer.name, layer.output.nbytes) for layer in layers), ("", 0)]
     *measured, stage = (
@@ -122,6 +135,11 @@ def measure(
         for layer, *seconds in zip(names_and_bytes, *by_rank, strict=True)
     )
     return Profile(conditions, machine, latency_s, s_per_byte, measured, stage)
+
+
+def _pass_s(times: Sequence[Sequence[float]]) -> float:
+    """Return the time of a forward and a backward through all layers, measured."""
+    return sum(seconds[FORWARD] + seconds[BACKWARD] for seconds in times)
 
 
 def copy_to_measure(network: Network) -> Network:
@@ -160,6 +178,7 @@ def measure_layers(
     numerics: Numerics,
     optimizer: OptimizerFactory,
     device: torch.device,
+    least: int = MIN_WINDOWS,
 ) -> list[list[float]]:
     """Return the times of each layer, as SECONDS names them, and at the end those of a stage without any.
 
@@ -196,7 +215,7 @@ def measure_layers(
     rows: list[Row | None] = []
     began = time.perf_counter()
     try:
-        while len(rows) < MIN_WINDOWS or (len(rows) < MAX_WINDOWS and time.perf_counter() - began < ENOUGH_S):
+        while len(rows) < least or (len(rows) < MAX_WINDOWS and time.perf_counter() - began < ENOUGH_S):
             order = Order(program[0], rank_of, microbatches=len(MICROBATCHES))
             rows.append(engine.train(order, feed, timed=True))
     except ActionFailed as error:

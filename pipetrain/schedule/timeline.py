@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from pipetrain.schedule.actions import COMMUNICATION, SENDS, Action, Op, most_versions
@@ -181,6 +182,23 @@ class Timeline:
         if not self.rows:
             return 0.0
         return max(row.ended for row in self.rows) - min(row.began for row in self.rows)
+
+    def makespan_shared(self, alone: float) -> float:
+        """Return the makespan where ranks slow each other, at costs that hold while all of them compute.
+
+        What a rank computes while all others wait takes it `alone` of that time; between, in proportion.
+        """
+        changes: Counter[float] = Counter()  # of the number of ranks that compute
+        for row in self.rows:
+            for action, start, end, waited, *_ in row.spans:
+                if action is not None and action.op not in COMMUNICATION:
+                    changes[start + waited] += 1
+                    changes[end] -= 1
+        gained, computing, others = 0.0, 0, max(len(self.rows) - 1, 1)
+        for now, then in pairwise(sorted(changes)):
+            computing += changes[now]
+            gained += (then - now) * (1 - alone) * (len(self.rows) - computing) / others * (computing > 0)
+        return self.makespan - gained
 
     @property
     def busy(self) -> list[float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from base64 import b64encode
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,6 @@ PAGE, REPORT = "records.md", "report.html"
 WORDS = ("record", "what", "from", "what must come back", "published", "here", "came back")
 FEW, WIDE = 2, 5  # cases that stand in a line; columns, beyond which named places are rows
 BY_CASE = "in brackets"
-CAME = {True: "yes", False: "no", None: "not tried"}
 KINDS = How.RUN, How.PLANNED, How.ARITHMETIC  # of checks, which are counted apart
 
 
@@ -92,38 +92,39 @@ def verdict(checks: Sequence[Check], short: bool = False) -> Table:
 def verdict_line(what: str, cases: Mapping[str, Check]) -> list[str]:
     """Return a line of the verdict: what, as published, as it must be, here, from where, and whether it came.
 
-    Of many cases it shows those that failed.
+    Of many cases it shows those that failed, or are not told.
     """
     checks = [*cases.values()]
     how = checks[0].how.value
     if len(checks) == 1:
         (check,) = checks
-        return [check.what, check.published, check.must, check.here, how, CAME[check.came_back]]
+        return [check.what, check.published, check.must, check.here, how, check.came]
     published, must = {check.published for check in checks}, {check.must for check in checks}
     here, says = {check.here for check in checks}, list[str]()
     cells = [published.pop() if len(published) == 1 else BY_CASE, must.pop() if len(must) == 1 else BY_CASE]
     if len(here) == 1 and BY_CASE not in cells:
         return [what, *cells, *here, how, came_back(checks)]
     for case, check in cases.items():
-        failed = check.came_back is False
+        short = check.came_back is False or check.untold
         own = [one for cell, one in zip(cells, (check.published, check.must), strict=True) if cell == BY_CASE]
-        if len(cases) <= FEW or failed:
-            says.append(f"{case}: {check.here}" + f" ({', '.join(own)})" * bool(own) + ", no" * failed)
+        if len(cases) <= FEW or short:
+            brackets = f" ({', '.join(own)})" * bool(own)
+            says.append(f"{case}: {check.here}{brackets}" + f", {check.came}" * short)
     if len(says) < len(cases):
         says.append("all others" if says else "all")
     return [what, *cells, "; ".join(says), how, came_back(checks)]
 
 
 def all_came(cases: Mapping[str, Check]) -> bool:
-    """Return whether each came back that was tried."""
+    """Return whether none is known not to have come back."""
     return all(check.came_back is not False for check in cases.values())
 
 
 def came_back(checks: Sequence[Check]) -> str:
-    """Return how many of the checks came back."""
-    tried = [check.came_back for check in checks if check.came_back is not None]
-    untried = len(checks) - len(tried)
-    return f"{sum(tried)} of {len(tried)}" + f", {untried} not tried" * bool(untried)
+    """Return how many of the checks came back, of those of which that is known."""
+    known = Counter(check.came for check in checks)
+    others = (f", {known[word]} {word}" for word in ("not told", "not tried") if known[word])
+    return f"{known['yes']} of {known['yes'] + known['no']}" + "".join(others)
 
 
 def section(
@@ -278,7 +279,8 @@ def markdown(sections: Sequence[Section], missing: Mapping[str, str], folder: st
     parts = [
         "# Published records, made again",
         "Records of systems that pipetrain does the work of, beside what was found here. `run here`: "
-        "measured; `planned here`: predicted by the plan alone; in brackets: as published. Absolute "
+        "measured; `planned here`: predicted by the plan alone; in brackets: as published; `not told`: "
+        "the interval of what was measured holds the limit. Absolute "
         "numbers are of other machines: what must come back is the shape. A line of a verdict may have "
         "several cases, of many those that failed. What was run, what is only planned, and what is "
         "arithmetic, such as a count of parameters, is counted apart. Every line, with spreads and bounds: "

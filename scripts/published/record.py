@@ -112,8 +112,9 @@ class Check:
     """A line of the verdict: what must come back, in words or figures, and whether it did.
 
     `what`: `case: what`, or what alone. `published`: by others, NOT if nothing was. `must`: what `here` has
-    to be to come back. `came_back`: None for what could not be tried here; `here` says why. `how`: whether
-    `here` was run, or only planned, or is arithmetic, such as a count of parameters.
+    to be to come back. `came_back`: None for what could not be tried here, where `here` says why, or what is
+    `untold`, as its interval is on both sides. `how`: whether `here` was run, or only planned, or is
+    arithmetic, such as a count of parameters.
     """
 
     what: str
@@ -122,6 +123,27 @@ class Check:
     here: str
     came_back: bool | None
     how: How
+    untold: bool = False
+
+    @property
+    def came(self) -> str:
+        """Whether it came back, in words."""
+        if self.came_back is None:
+            return "not told" if self.untold else "not tried"
+        return "yes" if self.came_back else "no"
+
+    @classmethod
+    def of_interval(
+        cls, what: str, published: str, limits: tuple[float, float], mean: float, half: float, unit: str
+    ) -> Check:
+        """Return whether all of the interval `mean` ± `half` of what was run is within limits, or none."""
+        least, most = limits
+        low, high = mean - half, mean + half
+        within, touches = least <= low and high <= most, low <= most and high >= least
+        must = f"at most {most}" if math.isinf(least) else f"{least} to {most}"
+        here, untold = f"{mean:+.3g} ± {half:.2g} {unit}", touches and not within
+        came = None if untold else within
+        return cls(what, published, f"{must} {unit}, interval included", here, came, How.RUN, untold)
 
     @classmethod
     def of(

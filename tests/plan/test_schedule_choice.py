@@ -13,6 +13,7 @@ import pytest
 from pipetrain.commands.plan import alternatives
 from pipetrain.errors import ConfigError
 from pipetrain.plan import staleness_advice as study
+from pipetrain.plan.costs import Profile
 from pipetrain.plan.schedule_choice import ERROR, _processes, advice
 from tests.support.cases import config
 
@@ -121,8 +122,8 @@ def test_the_error_is_the_median_of_what_was_measured():
 
 
 def test_a_profile_of_fewer_processes_is_named():
-    def said(measured: int, device: str) -> str:
-        times = SimpleNamespace(machine={"ranks": measured, "device": device})
+    def said(measured: int, device: str, alone: float = 1.0) -> str:
+        times = Profile({}, {"ranks": measured, "device": device, "alone": alone}, 0, 0, [])
         plan: Any = SimpleNamespace(settings=SimpleNamespace(ranks=4), table=SimpleNamespace(times=times))
         return _processes(plan)
 
@@ -131,6 +132,10 @@ def test_a_profile_of_fewer_processes_is_named():
         "memory they slow each other, so measure it with 4.\n"
     )
     assert said(4, "cpu") == said(1, "an H100") == ""
+    assert said(4, "cpu", 0.7) == (
+        "The 4 processes slow each other: one that computes alone takes 70% of the time, measured, so that a "
+        "bubble costs less.\n"
+    )
 
 
 def test_the_updates_that_a_correction_makes_synchronous_take_their_time(table):

@@ -11,8 +11,11 @@ from published.record import Findings
 from published.update_times import CASES, EXACT, LATE, Case, simulated
 
 STILL = str(Case())
-NEEDED = {"pipedream_2bw": 1.25, "pipedream_2bw, plain": 2.0, "pipedream": 1.0, "pipedream, plain": 1.0}
-NEEDED |= {"share of pipedream_2bw": 0.4, "share of pipedream": 0.2}
+WAYS = {"pipedream_2bw": (1.25, 0.4), "pipedream_2bw, plain": (2.0, 0.0), "pipedream": (1.0, 0.2)}
+NEEDED = {
+    name: {"a task": {"more": more, "low": more - 0.1, "high": more + 0.1, "share": share}}
+    for name, (more, share) in (*WAYS.items(), ("pipedream, plain", (1.0, 0.0)))
+}
 
 
 def cell(stages: int, pieces: int, heavy: float = 1.0) -> Cell:
@@ -31,9 +34,9 @@ def test_times_of_an_update_are_those_of_the_formulas() -> None:
 
 def test_hybrid_drains_in_its_share_and_loses_to_zb_h1() -> None:
     of = cell(8, 8)
-    assert of.late(HYBRID) == pytest.approx([0.4 * 15 / 8 + 0.6])
-    assert of.late(TWO_RUNS) == pytest.approx([0.4 * 31 / 24 + 0.6], abs=1e-4)
-    assert (of.late(PLAIN), of.exact()[0]) == ([1.0], "zb_h1")
+    assert of.late(HYBRID, 0.4) == pytest.approx([0.4 * 15 / 8 + 0.6])
+    assert of.late(TWO_RUNS, 0.4) == pytest.approx([0.4 * 31 / 24 + 0.6], abs=1e-4)
+    assert (of.late(PLAIN, 0.0), of.exact()[0]) == ([1.0], "zb_h1")
     assert of.to_loss() == pytest.approx(31 / 24 / 1.35 / 1.25, abs=1e-3)
     assert str(of) == "0.77 zb_h1"
 
@@ -49,7 +52,7 @@ def test_an_exact_schedule_may_hold_no_more_than_the_late_one() -> None:
 
 def test_fewer_microbatches_than_stages_leave_pipedream() -> None:
     few = cell(4, 1)
-    assert few.late(PLAIN) == [1.0]
+    assert few.late(PLAIN, 0.0) == [1.0]
     assert few.gain() > 1
     assert str(few).endswith("pipedream")
 
@@ -78,7 +81,7 @@ def test_a_loss_is_reached_between_points() -> None:
 
 def made(late: float) -> dict[str, Any]:
     """Results of two numbers of stages in all cases, where late schedules take so many times as long."""
-    results: dict[str, Any] = {"updates": {name: {"a task": ratio} for name, ratio in NEEDED.items()}}
+    results: dict[str, Any] = {"updates": NEEDED}
     for stages in (2, 4):
         of = {
             str(pieces): {

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from math import inf, nan
 from typing import Any
 
 from published.experiments import staleness
 from published.experiments.staleness import LATE_BY_ONE, PLAIN, SYNCHRONOUS, rows_of
-from published.record import Findings
+from published.record import Check, Findings
 from published.trials import Way
 
 
@@ -36,7 +37,14 @@ def test_the_way_that_loses_least_is_recommended_and_held_against_the_goal() -> 
         (check,) = Findings.of(staleness.show(results(ends))).checks
         assert check.came_back is reached
         assert "pipedream_2bw + msnag" in check.what
-        assert "plain pipedream +29" in check.here
+        assert "plain pipedream +29" in check.what
+
+
+def test_an_interval_that_holds_the_goal_tells_nothing_and_a_run_that_diverged_fails() -> None:
+    def came(mean: float, half: float) -> str:
+        return Check.of_interval("what", "-", (-inf, 0.3), mean, half, "points").came
+
+    assert [came(0.1, 0.1), came(0.1, 0.3), came(0.7, 0.3), came(inf, nan)] == ["yes", "not told", "no", "no"]
 
 
 def test_a_gap_is_by_seed_so_what_all_runs_share_is_no_noise() -> None:

@@ -31,6 +31,14 @@ def test_1f1b_as_drawn_in_every_paper() -> None:
     assert (result.activations, result.versions, result.staleness) == ([2, 1], [1, 1], [0, 0])
 
 
+def test_ranks_that_wait_let_the_others_gain() -> None:
+    """In 3 of 1F1B's 9 units both ranks compute, in the others one."""
+    result = simulate(lower(one_f_one_b(2, 1, 2)), 2)
+    assert (result.makespan_shared(1.0), sum(result.busy)) == (9, 12)
+    assert result.makespan_shared(0.75) == 3 + 0.75 * 6
+    assert simulate(lower(one_f_one_b(1, 1, 2)), 2).makespan_shared(0.5) == 6
+
+
 def slow_receiver(action: Action) -> float:
     if action.op is Op.SEND_F:
         return 2

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
-from statistics import median
+from random import Random
+from statistics import fmean, median
 from typing import Any
 
 from comparison.table import Table
@@ -27,13 +28,15 @@ STUDY = Path(__file__).resolve().parents[3] / "docs/results/staleness/staleness.
 OPTIMIZER, DEPTH = "muon", 8  # of the study, which knows no updates at greater depth
 CURES = {"pipedream_2bw": "hybrid+spectrain", "pipedream": "hybrid+gap_aware+msnag"}
 COPIES = {"pipedream_2bw": 1, "pipedream": 2}  # of the weights, that these keep: see pipetrain/correction.py
-SHARE = "share of "
+DRAWN = 400  # times that seeds are drawn again
 STATE = 3  # a rank's weights, their gradients and one momentum, in its weights
 HEAVY = 1.0, 16.0  # activations of a whole batch, in the weights
 STAGES, PIECES = (2, 4, 8, 16, 32), (1, 2, 4, 8, 16, 32, 64)
 WAYS = HYBRID, PLAIN, TWO_RUNS = "hybrid", "plain", "two runs"  # the latter: first the best exact, then late
 HEAD = "case", "activations", *(f"{way}, m >= stages" for way in WAYS), f"{HYBRID}, m < stages <= {DEPTH}"
 Gain = Callable[["Cell"], float]
+Need = Mapping[str, float]
+"""Of a task: the updates `more` than synchronous ones, their interval `low` to `high`, and the `share`."""
 SHOWN = [str(case) for case in (Case(), Case(0.3), Case(0.1, 0.3), Case(halves=2.0), Case(halves=0.5))]
 
 
@@ -49,39 +52,45 @@ def steps(quick: bool) -> dict[str, Step]:
 # Updates that late gradients need more: of the study
 
 
-def updates(study: str) -> dict[str, dict[str, float]]:
-    """Return, by way and task, how many times the updates of synchronous training are needed.
+def updates(study: str) -> dict[str, dict[str, Need]]:
+    """Return what late gradients need on each task, by schedule, and by schedule without a correction.
 
-    To the last loss of training that both reach, at the study's own rates; and by `SHARE` and way the share
-    of them that is synchronous. `study`: the digest of its file.
+    At the study's own rates and shares. `study`: the digest of its file.
     """
     made = json.loads(STUDY.read_text())
     kept = rows_of({key: step["result"] for key, step in made.items()})
     rows = [row for row in kept if row.optimizer == OPTIMIZER]
     exact = {row.task: row for row in rows if row.way == SYNCHRONOUS}
 
-    def of(schedule: str, correction: str) -> list[Row]:
-        return [row for row in rows if row.way == Way(schedule, DEPTH, 1, correction)]
+    def needed(schedule: str, correction: str) -> dict[str, Need]:
+        way = Way(schedule, DEPTH, 1, correction)
+        return {row.task: need(row, exact[row.task]) for row in rows if row.way == way}
 
-    def needed(schedule: str, correction: str) -> dict[str, float]:
-        return {row.task: more(row, exact[row.task]) for row in of(schedule, correction)}
-
-    return {
-        **{name: needed(name, cure) for name, cure in CURES.items()},
-        **{f"{name}, {PLAIN}": needed(name, "none") for name in CURES},
-        **{
-            f"{SHARE}{name}": {row.task: row.result["share"] for row in of(name, cure)}
-            for name, cure in CURES.items()
-        },
-    }
+    cured = {name: needed(name, cure) for name, cure in CURES.items()}
+    return cured | {f"{name}, {PLAIN}": needed(name, "none") for name in CURES}
 
 
-def more(row: Row, exact: Row) -> float:
-    """Return the updates of a run over those of another, to the least loss that both reach."""
-    curves = row.curve, exact.curve
-    loss = max([*curve.values()][-1] for curve in curves)
-    own, other = (until(curve, loss) for curve in curves)
-    return round(own / other, 3)
+def need(row: Row, exact: Row) -> Need:
+    """Return the updates of a run over those of another, to the least loss of training that both reach.
+
+    With the ends of the 95 % interval, of seeds that are drawn again, and the share that is synchronous.
+    """
+    chance, seeds = Random(0), range(len(row.result["losses"]))
+
+    def ratio(chosen: Sequence[int]) -> float:
+        own, other = (curve(of, chosen) for of in (row, exact))
+        loss = max([*of.values()][-1] for of in (own, other))
+        return until(own, loss) / until(other, loss)
+
+    drawn = sorted(ratio(chance.choices(seeds, k=len(seeds))) for _ in range(DRAWN))
+    of = {"more": ratio(seeds), "low": drawn[DRAWN // 40], "high": drawn[-1 - DRAWN // 40]}
+    return {name: round(value, 3) for name, value in of.items()} | {"share": row.result["share"]}
+
+
+def curve(row: Row, seeds: Sequence[int]) -> dict[float, float]:
+    """Return the mean training loss of these seeds, by updates."""
+    losses = [row.result["losses"][seed] for seed in seeds]
+    return {n * row.result["every"]: fmean(at) for n, at in enumerate(zip(*losses, strict=True), 1)}
 
 
 def until(curve: Mapping[float, float], loss: float) -> float:
@@ -98,7 +107,7 @@ def until(curve: Mapping[float, float], loss: float) -> float:
 class Cell:
     """A number of stages and of microbatches in a case, where activations weigh `heavy` times the weights.
 
-    `results`: by schedule, see `simulated`; `needed`: the middle of `updates`.
+    `results`: by schedule, see `simulated`; `needed`: see `updates`.
     """
 
     stages: int
@@ -106,7 +115,7 @@ class Cell:
     case: str
     heavy: float
     results: Mapping[str, Any]
-    needed: Mapping[str, float]
+    needed: Mapping[str, Mapping[str, Need]]
 
     @property
     def name(self) -> str:
@@ -134,23 +143,37 @@ class Cell:
         best = min(times, key=lambda name: median(times[name]))
         return best, times[best]
 
-    def late(self, way: str) -> list[float]:
+    def needs(self, way: str) -> list[Need]:
+        """Return what it needs, by task."""
+        return [*self.needed[f"{self.name}, {PLAIN}" if way == PLAIN else self.name].values()]
+
+    def late(self, way: str, share: float) -> list[float]:
         """Return the times of a mean update by seed."""
         drained, steady = self.results[self.name]["times"][self.case]
         first = {HYBRID: drained, PLAIN: steady, TWO_RUNS: self.exact()[1]}[way]
-        share = self.needed[f"{SHARE}{self.name}"]
         return [share * slow + (1 - share) * fast for slow, fast in zip(first, steady, strict=True)]
 
     def gains(self, way: str = HYBRID, drains: bool = False) -> list[float]:
-        """Return by seed how many times as fast as an exact update a late one is."""
-        return [exact / own for exact, own in zip(self.exact(drains)[1], self.late(way), strict=True)]
+        """Return by task how many times as fast as an exact update a late one is, in the middle of seeds."""
+        exact = self.exact(drains)[1]
+        late = [self.late(way, of["share"]) for of in self.needs(way)]
+        return [median(one / own for one, own in zip(exact, of, strict=True)) for of in late]
 
     def gain(self, way: str = HYBRID, drains: bool = False) -> float:
         return median(self.gains(way, drains))
 
+    def to_losses(self, way: str = HYBRID, end: str = "more") -> list[float]:
+        """Return by task how many times as fast the same loss is reached; `end`: of the interval."""
+        return [gain / of[end] for gain, of in zip(self.gains(way), self.needs(way), strict=True)]
+
     def to_loss(self, way: str = HYBRID) -> float:
-        """Return how many times as fast the same loss is reached: above 1 late gradients win."""
-        return self.gain(way) / self.needed[self.name + f", {PLAIN}" * (way == PLAIN)]
+        """Return that of the middle task: above 1 late gradients win."""
+        return median(self.to_losses(way))
+
+    @property
+    def told(self) -> bool:
+        """Whether late gradients win on each task, to its interval's end."""
+        return min(self.to_losses(end="high")) > 1
 
     def __str__(self) -> str:
         """Return the gain in time to the same loss, and who wins."""
@@ -163,20 +186,17 @@ Cells = Sequence[Cell]
 
 def show(results: Results) -> Iterator[Finding]:
     """Say where late gradients win by stages and microbatches, and hold the claims against it."""
-    needed = {name: median(of.values()) for name, of in results["updates"].items()}
     by_stages = {int(stages): of for stages, of in those(results, "stages ").items()}
     first = next(of for by_pieces in by_stages.values() for of in by_pieces.values())
 
     def cells(case: str, heavy: float) -> Cells:
         sizes = [(stages, pieces) for stages, by_pieces in by_stages.items() for pieces in by_pieces]
-        return [Cell(s, int(m), case, heavy, by_stages[s][m], needed) for s, m in sizes]
+        return [Cell(s, int(m), case, heavy, by_stages[s][m], results["updates"]) for s, m in sizes]
 
     every = {key: cells(*key) for key in product(first["1f1b"]["times"], HEAVY)}
     light = {case: of for (case, heavy), of in every.items() if heavy == HEAVY[0]}
-    yield from said({name: of for name, of in results["updates"].items() if not name.startswith(SHARE)})
-    for name, of in those(results["updates"], SHARE).items():
-        tasks = "; ".join(f"{task} {share:.0%}" for task, share in of.items())
-        yield f"Of these updates of {name} are synchronous: {tasks}. The map takes the middle."
+    yield from said(results["updates"])
+    yield from told([cell for of in light.values() for cell in of])
     yield from checked(light)
     lines = {key: summary(of) for key, of in every.items()}
     unlike = [
@@ -190,14 +210,29 @@ def show(results: Results) -> Iterator[Finding]:
     yield from charts(shown)
 
 
-def said(updates: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+def said(updates: Mapping[str, Mapping[str, Need]]) -> Iterator[str]:
     """Yield what the map stands on."""
     for name, of in updates.items():
         cure = "without a correction" if PLAIN in name else f"with {CURES[name].replace('+', ', ')}"
-        tasks = "; ".join(f"{task} {ratio:.2f}" for task, ratio in of.items())
+        share = (f", {need['share']:.0%} of them synchronous" * bool(need["share"]) for need in of.values())
+        tasks = "; ".join(
+            f"{task} {need['more']:.2f} ({need['low']:.2f} to {need['high']:.2f}{first})"
+            for (task, need), first in zip(of.items(), share, strict=True)
+        )
         yield (
             f"Updates of {name.partition(',')[0]} {cure} over synchronous ones, to the same loss "
-            f"({OPTIMIZER}, {DEPTH} stages): {tasks}. The map takes the middle, {median(of.values()):.2f}."
+            f"({OPTIMIZER}, {DEPTH} stages), with the 95 % interval of ten seeds: {tasks}."
+        )
+
+
+def told(cells: Cells) -> Iterator[str]:
+    """Say how many of the wins do not depend on the task, nor on the seeds."""
+    for name, of in (("m >= stages", in_pieces(cells)), (f"m < stages <= {DEPTH}", whole(cells))):
+        won = sum(cell.to_loss() > 1 for cell in of)
+        sure = sum(cell.told for cell in of)
+        yield (
+            f"Of {len(of)} cells with {name}, {HYBRID} wins {won} on the middle task of the study and {sure} "
+            "on each task to its interval's end."
         )
 
 
@@ -269,10 +304,8 @@ def charts(shown: Sequence[Cells]) -> Iterator[Chart]:
         lines = []
         for stages in sorted({cell.stages for cell in of} - {STAGES[0]}):
             own = [cell for cell in of if cell.stages == stages]
-            band = [(min(cell.gains()), max(cell.gains())) for cell in own]
-            needed = [cell.gain() / cell.to_loss() for cell in own]
             points = {cell.pieces / stages: cell.to_loss() for cell in own}
-            spread = [(low / n, high / n) for (low, high), n in zip(band, needed, strict=True)]
+            spread = [(min(cell.to_losses(end="high")), max(cell.to_losses(end="low"))) for cell in own]
             lines.append(Line(f"{stages} stages", How.PLANNED, points, spread))
         ends = [x for line in lines for x in line.points]
         lines.append(Line("as fast", How.BOUND, {min(ends): 1.0, max(ends): 1.0}))

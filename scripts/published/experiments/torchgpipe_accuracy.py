@@ -197,9 +197,8 @@ def show(results: Results) -> Iterator[Finding]:
             continue
         gap, half = difference(errors[name], errors[other])
         theirs, beside = published(name, other), f"{name} less {other}"
-        says, within = f"{gap:+.2f} ± {half:.2f}", abs(gap) + half <= APART
-        must = f"within ±{APART} points, interval included"
-        yield Check(f"{beside}: top-1 error", theirs, must, says, within, How.RUN)
+        what = f"{beside}: top-1 error"
+        yield Check.of_interval(what, theirs, (-APART, APART), gap, half, "points")
         yield Check.of(f"{beside}: half of its interval", NOT, (0, FINE), half, How.RUN, unit=" points")
     losses = {name: of["losses"][0] for name, of in results.items()}
     for name in errors:
