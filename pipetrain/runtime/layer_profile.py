@@ -178,13 +178,13 @@ def measure_layers(
     numerics: Numerics,
     optimizer: OptimizerFactory,
     device: torch.device,
-    least: int = MIN_WINDOWS,
+    least: int,
 ) -> list[list[float]]:
     """Return the times of each layer, as SECONDS names them, and at the end those of a stage without any.
 
     They are for a microbatch of `size`, its samples like `example`, in the modes of the modules. This changes
-    the network, which must not be trained afterwards. `layers`: its estimates. Raises ConfigError with the
-    name of a layer that fails.
+    the network, which must not be trained afterwards. `layers`: its estimates; `least`: windows. Raises
+    ConfigError with the name of a layer that fails.
     """
     followed, stage_count = _with_following_stages(layers), len(layers) + EMPTY_STAGES
     cut = cut_layers({size: followed}, range(1, stage_count + 1), example)

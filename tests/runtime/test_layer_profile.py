@@ -52,7 +52,7 @@ def measured(
     example, before = ValueSpec((TensorSpec(shape, torch.float32),)), deepcopy([*model.parameters()])
     layers = estimate(deepcopy(model), example.of(Size(2)))
     how = Numerics(), optimizer, torch.device(device)
-    found = measure_layers(Chain(model), layers, example, Size(2), *how)
+    found = measure_layers(Chain(model), layers, example, Size(2), *how, layer_profile.MIN_WINDOWS)
     assert all(torch.equal(a, b.cpu()) for a, b in zip(before, model.parameters(), strict=True))
     return [dict(zip(SECONDS, seconds, strict=True)) for seconds in found]
 
@@ -242,6 +242,7 @@ def test_a_run_by_measured_cuts_is_the_run_by_the_same_cuts_to_the_last_bit(rank
     measured = Profile.from_json(json.loads(json.dumps(first)))
     assert (measured.machine["ranks"], measured.conditions["microbatch"], len(measured.layers)) == (2, 3, 5)
     assert measured.latency_s + measured.s_per_byte > 0
+    assert 0 < measured.alone <= 1
 
 
 class Broken(nn.Module):
