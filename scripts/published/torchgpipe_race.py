@@ -210,7 +210,7 @@ def held_against(race: Race, pairs: Mapping[str, str]) -> Iterator[Finding]:
             forwards[ours] = median(known[0]) / median(known[1])
         says = f"{ratio:.3f} in the median round; medians: {own_s:.3g} s beside {their_s:.3g}"
         yield Check.of(fast, NOT, (1 - TIE, inf), ratio, How.RUN, says, f" {SPEED}")
-        says = f"{own / other:.2f}: {own:.4g} MiB beside {other:.4g}"
+        says = f"{own / other:.3f}: {own:.4g} MiB beside {other:.4g}"
         yield Check.of(small, NOT, (0, 1 + TIE), own / other, How.RUN, says, " of it")
     if ratios:
         yield Series.measured("", "beside torchgpipe", "", ratios, unit=SPEED)
