@@ -120,7 +120,12 @@ def _buffer_size(key: str, value: Any) -> Any:
     return COUNT.convert(key, value)
 
 
+def _lengths(key: str, value: Any) -> list[int]:
+    return [COUNT.convert(key, n) for n in (value if isinstance(value, list | tuple) and value else [value])]
+
+
 COUNT = whole(1)
+LENGTHS = Rule("a whole number of at least 1, or one for each length, such as [512,128]", _lengths)
 BUFFERS = Rule(
     "a whole number of at least 1, or one for activations and one for gradients, such as [4,1]", _buffer_size
 )

@@ -30,6 +30,7 @@ from pipetrain.rules import (
     BOOL,
     BUFFERS,
     COUNT,
+    LENGTHS,
     PATH,
     POSITIVE,
     SHARE,
@@ -185,6 +186,7 @@ class Settings:
     model: str = "model"  # its name, and that of the schedule
     schedule: str = "1f1b"
     ranks: int = 2
+    lengths: tuple[int, ...] = ()  # the largest, once the first batch has come; where none differs, none
     casts_weights: bool = True  # to dtype, and floating-point data; else they keep the dtypes that they have
     casts_data: bool = True
 
@@ -196,6 +198,7 @@ class Settings:
     memory_limit: float | None = option(None, POSITIVE)  # GiB: of a stage if partition=profile, else a rank
     recompute: str | list[str] = option("auto", RECOMPUTED)  # a list: of the modes of all stages
     microbatches: int = option(4, COUNT)
+    max_length: list[int] | None = option(None, LENGTHS)  # of the dimensions that differ between batches
     window: int | None = option(None, COUNT)
     buffer_size: int | list[int] = option(2, BUFFERS)  # a list: of activations, and of gradients
     timeout: float = option(300.0, SECONDS)
@@ -320,12 +323,15 @@ class Settings:
     @property
     def full(self) -> Size:
         """The size of a full microbatch; some have 1 less if `microbatches` do not divide a batch."""
-        return Size(self.batch_size).pieces(self.microbatches)[0]
+        return Size(self.batch_size, self.lengths).pieces(self.microbatches)[0]
 
     def fitted_to(self, first: Size) -> Settings:
-        """Return those for a loader whose first batch is of this size, rounded to even microbatches."""
+        """Return those for a loader whose first batch is of this size, rounded to even microbatches.
+
+        `first`: with the largest lengths.
+        """
         m = self.microbatches
-        return replace(self, samples=max(m, first.samples // m * m))
+        return replace(self, samples=max(m, first.samples // m * m), lengths=first.lengths)
 
     def updates(self, batches: int) -> int:
         """Return the number of updates of the whole training, of epochs of `batches` batches each."""

@@ -8,16 +8,19 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from pipetrain.data.loader_facts import has_length, known_sizes, share_in
 from pipetrain.errors import ConfigError, TrainingStopped
-from pipetrain.model.specs import Size, Value, ValueSpec, as_tuple, on_each
+from pipetrain.model.network import Limits
+from pipetrain.model.specs import Size, TensorSpec, Value, ValueSpec, as_tuple, on_each
 from pipetrain.tasks import counted_for
 
 log = logging.getLogger("pipetrain")
@@ -25,6 +28,8 @@ log = logging.getLogger("pipetrain")
 Loader = Iterable[Any]
 """Yields (inputs, targets): each a tensor [n, ...], or a tuple, list or dict of them; or see NamedTargets."""
 
+Pair = tuple[Value, Value]
+"""A batch's inputs and targets."""
 _END = object()
 HALVES = ("inputs", "targets")
 
@@ -79,6 +84,41 @@ class Form:
     inputs: ValueSpec
     targets: ValueSpec
 
+    @classmethod
+    def of(cls, first: Pair, second: Pair | None = None, some: bool = False) -> Form:
+        """Return the form of batches: a dimension that differs between the two is a length.
+
+        Equal dimensions share one. `some`: where none differs, the first one of the inputs does.
+        """
+        halves = [ValueSpec.in_batch(half) for half in first]
+        others = [ValueSpec.in_batch(half) for half in second] if second else halves
+        if not all(map(_alike, halves, others)):
+            others = halves  # the second batch is refused when it comes
+        both = [[*zip(a.specs, b.specs, strict=True)] for a, b in zip(halves, others, strict=True)]
+        pairs = [pair for of in both for a, b in of for pair in zip(a.shape, b.shape, strict=True)]
+        differ = dict.fromkeys(pair for pair in pairs if pair[0] != pair[1])
+        if some and not differ and halves[0].specs[0].shape:
+            differ = {pairs[0]: None}
+        number = {pair: -1 - n for n, pair in enumerate(differ)}
+
+        def marked(a: TensorSpec, b: TensorSpec) -> TensorSpec:
+            return replace(
+                a, shape=tuple(number.get(pair, pair[0]) for pair in zip(a.shape, b.shape, strict=True))
+            )
+
+        return cls(
+            *(
+                replace(half, specs=tuple(marked(a, b) for a, b in of))
+                for half, of in zip(halves, both, strict=True)
+            )
+        )
+
+    @property
+    def lengths(self) -> int:
+        """How many lengths a batch has."""
+        every = (n for half in (self.inputs, self.targets) for spec in half.specs for n in spec.shape)
+        return -min(0, *every, 0)
+
     def to_json(self) -> list[Any]:
         return [self.inputs.to_json(), self.targets.to_json()]
 
@@ -86,13 +126,30 @@ class Form:
     def from_json(cls, data: list[Any]) -> Form:
         return cls(*map(ValueSpec.from_json, data))
 
+    def size(self, inputs: Value, targets: Value) -> Size:
+        """Return the size of a batch, whose form this is."""
+        lengths = [0] * self.lengths
+        for half, value in ((self.inputs, inputs), (self.targets, targets)):
+            for spec, tensor in zip(half.specs, as_tuple(value), strict=False):
+                for n, actual in zip(spec.shape, tensor.shape[1:], strict=False):
+                    if n < 0:
+                        lengths[-n - 1] = actual
+        return replace(Size.of(inputs), lengths=tuple(lengths))
+
     def refuse_other(self, inputs: Value, targets: Value, what: str) -> None:
+        lengths = self.size(inputs, targets).lengths
         for name, spec, value in (("inputs", self.inputs, inputs), ("targets", self.targets, targets)):
-            if (other_spec := ValueSpec.in_batch(value)) != spec:
+            if (other_spec := ValueSpec.in_batch(value)) != spec.at(lengths):
                 raise BadBatch(
                     f"{what} has {name} {other_spec} a sample, and those of the first batch were {spec}: "
-                    f"let all batches have one shape and dtype, such as texts padded to one length"
+                    f"let all batches have one shape and dtype, or give max_length=, the longest that comes"
                 )
+
+
+def _alike(one: ValueSpec, other: ValueSpec) -> bool:
+    """Return whether values differ in the sizes of dimensions at most."""
+    kinds = ([(spec.dtype, len(spec.shape)) for spec in of.specs] for of in (one, other))
+    return next(kinds) == next(kinds) and (one.single, one.names) == (other.single, other.names)
 
 
 def pair(batch: Any, what: str, named: NamedTargets | None = None) -> tuple[Value, Value]:
@@ -175,7 +232,8 @@ class Reader:
     `form`: what every sample looks like; None: as those of the first batch. `named`: the targets where
     batches are dicts. `weight`: what targets count for; batches of which nothing does are left out, of the
     windows that are read before they begin. `labelled`: whether targets are read. `ranks`: for which it is
-    read; `microbatches`: into which batches are to be cut.
+    read; `microbatches`: into which batches are to be cut. `longest`: the largest lengths, one for all or one
+    of each; empty: any. `limits`: of each length, that the model takes.
     """
 
     loader: Loader
@@ -186,7 +244,13 @@ class Reader:
     labelled: bool = True
     ranks: int = 1
     microbatches: int = 1
+    longest: Sequence[int] = ()
+    limits: Sequence[Limits] = ()
     _batches: Iterator[Any] | None = None
+    largest: tuple[int, ...] = ()
+    """The largest lengths: those given, or else those of the batches from which the form is."""
+    _begun: deque[Any] = field(default_factory=deque)  # what the loader gave and nobody has read
+    _given: int = 0  # by the loader
     _read_ahead: deque[tuple[Value, Value]] = field(default_factory=deque)  # batches read and not yet taken
     _read: int = 0  # the number of batches read
     _ended: bool = False  # the loader; after that some would begin another pass
@@ -225,7 +289,7 @@ class Reader:
             before = self._announced - self._taken  # of windows that have not begun
             while (batches is None or len(self._read_ahead) < before + batches) and self._read_one():
                 self._leave_out()
-            sizes = [Size.of(inputs) for inputs, _ in self._read_ahead][before:]
+            sizes = [self._form.size(*batch) for batch in self._read_ahead][before:]
         self._announced += len(sizes)
         return sizes if self._announced or self._read else None
 
@@ -248,7 +312,8 @@ class Reader:
 
     def _known(self, window: int | None) -> list[Size] | None:
         """Return the size of each batch if windows are streamed; None if they are read before."""
-        return None if window == 1 or not self._counts() else known_sizes(self.loader)
+        has_lengths = self.form is not None and self.form.lengths
+        return None if has_lengths or window == 1 or not self._counts() else known_sizes(self.loader)
 
     def _counts(self) -> bool:
         """Return whether all targets of the first batch count, or of all samples where tensors hold them."""
@@ -279,7 +344,7 @@ class Reader:
             )
         inputs, targets = self._read_ahead.popleft()
         self._taken += 1
-        if (actual := Size.of(inputs)) != size:
+        if (actual := self._form.size(inputs, targets)) != size:
             raise BadBatch(f"{self.what} {self._read - 1} has {actual}, and its sampler said {size}")
         return inputs, targets
 
@@ -297,12 +362,51 @@ class Reader:
             inputs, targets = pair(batch, what, self.named)
         else:
             inputs, targets = unlabelled(batch, what, self.form, self.named)
-        self.form = self.form or Form(ValueSpec.in_batch(inputs), ValueSpec.in_batch(targets))
+        if self.form is None:
+            inputs, targets = (on_each(half, _copy) for half in (inputs, targets))
+            self.form = self._begin_form((inputs, targets))
         inputs, targets = self.form.inputs.ordered(inputs), self.form.targets.ordered(targets)
         self.form.refuse_other(inputs, targets, what)
+        self._refuse_long(self.form.size(inputs, targets), what)
         self._read_ahead.append((inputs, targets))
         self._read += 1
         return True
+
+    @property
+    def _form(self) -> Form:
+        assert self.form is not None, "a batch has been read"
+        return self.form
+
+    def _begin_form(self, first: Pair) -> Form:
+        """Return the form of batches, by the first one, and by the second of a loader that may be read ahead.
+
+        Another loader may wait for what the first one trains.
+        """
+        second = None
+        if isinstance(self.loader, DataLoader | Sequence) and known_sizes(self.loader) is None:
+            self._begun.append(self._fetch())
+            if self._begun[0] is not _END:
+                with suppress(BadBatch):  # which is raised when it comes
+                    second = pair(self._begun[0], "", self.named)
+        form = Form.of(first, second, bool(self.longest))
+        lengths = [form.size(*batch).lengths for batch in (first, second or first)]
+        self.largest = tuple(map(max, *lengths))
+        if self.longest:
+            self.largest = tuple(islice(cycle(self.longest), form.lengths))
+        return form
+
+    def _refuse_long(self, size: Size, what: str) -> None:
+        """Refuse lengths of 0, and above the largest. Raises BadBatch."""
+        if 0 in size.lengths and self.labelled:
+            raise BadBatch(f"{what} has {size}: leave it out, or pad it to 1 at least")
+        for actual, most in zip(size.lengths, cycle(self.longest), strict=False):
+            if actual > most:
+                raise BadBatch(
+                    f"{what} has {size}, and max_length={most}: cut what is longer, or give a larger one"
+                )
+        for actual, (low, high) in zip(size.lengths, self.limits, strict=False):
+            if not low <= actual <= high:
+                raise BadBatch(f"{what} has {size}, and the model takes {low:g} to {high:g}: cut or pad it")
 
     def _begin(self) -> None:
         if self._batches is None:
@@ -310,16 +414,21 @@ class Reader:
             self._batches = iter(self.loader)
 
     def _next(self) -> Any:
+        """Return what the loader gives next, or _END."""
+        return self._begun.popleft() if self._begun else self._fetch()
+
+    def _fetch(self) -> Any:
         """Return what the loader gives next, or _END; log a line where it has not given what it said."""
         assert self._batches is not None
         batch = _END if self._ended else next(self._batches, _END)
+        self._given += batch is not _END
         if batch is _END and not self._ended:
             self._ended = True
-            if has_length(self.loader) and (said := len(self.loader)) != self._read:  # type: ignore[arg-type]
+            if has_length(self.loader) and (said := len(self.loader)) != self._given:  # type: ignore[arg-type]
                 log.warning(
                     "pipetrain: the loader gave %d batches in this pass, and its len() is %d: look for an "
                     "error that it swallows, or for a wrong len()",
-                    *(self._read, said),
+                    *(self._given, said),
                 )
         return batch
 

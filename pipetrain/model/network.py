@@ -14,10 +14,13 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from pipetrain.model.specs import Gradients, Value, ValueSpec
+from pipetrain.model.specs import Gradients, TensorSpec, Value, ValueSpec
 
 INPUT = -1  # as a layer: the data
 Tensors = tuple[Tensor, ...]
+Shape = tuple[int, ...]
+Limits = tuple[float, float]
+"""The least and the most of a length."""
 
 
 class ValueId(NamedTuple):
@@ -132,6 +135,8 @@ class Network(ABC):
     """What to do if its layers compute something else than the model."""
     set_attributes: Sequence[str] = ()
     """The attributes that a forward of the model changes, but one of its layers does not."""
+    limits: Sequence[Limits] = ()
+    """Of each length, where not all that its layers take is computed as the model does."""
     values: Values | None = None
     """The values that its tensors are to have; None: their current ones."""
 
@@ -166,6 +171,10 @@ class Network(ABC):
         And whether the loss leaves out the first label of each sequence, as a causal language model does.
         """
         return ignored, False
+
+    def output_shapes(self, inputs: Sequence[TensorSpec], training: bool) -> list[list[Shape]] | None:
+        """Return the shapes of each layer's outputs for inputs of other sizes; None: only a run says them."""
+        return None
 
     def spare(self) -> Network:
         """Return what planning may run: a copy if a run can change the layers and they can be copied."""

@@ -28,48 +28,53 @@ def name_of(dtype: torch.dtype) -> str:
 class Size:
     """The size of a batch or a microbatch, from which shapes follow.
 
-    Code that counts samples reads `samples`; only this module reads the rest of a size or makes shapes of it.
+    `lengths`: of the dimensions that differ between batches, as padded texts have them; the microbatches of a
+    batch share them. Code that counts samples reads `samples`; only this module makes shapes of a size.
     """
 
     samples: int
+    lengths: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.samples} sample{'s' * (self.samples != 1)}"
+        of = f" of length {' x '.join(map(str, self.lengths))}" if self.lengths else ""
+        return f"{self.samples} sample{'s' * (self.samples != 1)}{of}"
 
     def pieces(self, microbatches: int) -> list[Size]:
         """Return the even sizes of a batch's microbatches, the first ones larger, as torch.tensor_split."""
         samples, more = divmod(self.samples, microbatches)
-        return [Size(samples + (index < more)) for index in range(microbatches)]
+        return [replace(self, samples=samples + (index < more)) for index in range(microbatches)]
 
     def can_be_cut(self, microbatches: int) -> bool:
         return self.samples >= microbatches
 
     @property
     def neighbours(self) -> list[Size]:
-        """A size and a larger one: the specs of both give those of any other, see `spec_at`."""
+        """A size and a larger one: the specs of both give those of others, see `spec_at`."""
         return [self, replace(self, samples=self.samples + 1)]
 
     @classmethod
     def of(cls, value: Value) -> Size:
-        """Return the size of a batch or a microbatch, tensors [n, ...]."""
+        """Return the size of a batch or a microbatch, tensors [n, ...], without its lengths."""
         return cls(len(as_tuple(value)[0]))
 
     @classmethod
     def joined(cls, sizes: Iterable[Size]) -> Size:
-        """Return the size of microbatches that are joined to one."""
-        return cls(sum(size.samples for size in sizes))
+        """Return the size of microbatches of one batch that are joined to one."""
+        first, *rest = sizes
+        return replace(first, samples=first.samples + sum(size.samples for size in rest))
 
     def to_json(self) -> list[int]:
-        return [self.samples]
+        return [self.samples, *self.lengths]
 
     @classmethod
     def from_json(cls, data: list[int]) -> Size:
-        return cls(*data)
+        samples, *lengths = data
+        return cls(samples, tuple(lengths))
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and dtype of one tensor."""
+    """Shape and dtype of one tensor. In the spec of one sample -1 is a size's first length, -2 the second."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -83,7 +88,12 @@ class TensorSpec:
         return self.numel * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{name_of(self.dtype)}[{', '.join(map(str, self.shape))}]"
+        dimensions = (f"length {-n}" if n < 0 else str(n) for n in self.shape)
+        return f"{name_of(self.dtype)}[{', '.join(dimensions)}]"
+
+    def at(self, lengths: Sequence[int]) -> TensorSpec:
+        """Return the spec with lengths in their places."""
+        return replace(self, shape=tuple(lengths[-n - 1] if n < 0 else n for n in self.shape))
 
 
 def spec_at(size: Size, measured: Sequence[tuple[Size, TensorSpec]]) -> TensorSpec:
@@ -153,7 +163,8 @@ class ValueSpec:
 
     `single`: a bare tensor, not a tuple of one; `names`: of a dict's tensors, which a model takes as
     keywords; `packing`: the form of an output that is neither a tensor nor a tuple of tensors. An example is
-    the spec of one sample's inputs; `samples`: tensors of real ones, by number, for runs on made-up inputs.
+    the spec of one sample's inputs; `samples`: tensors of real ones, by number, for runs on made-up inputs;
+    `longest`: the largest lengths, or where they are not `bounded` those that are planned with.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -161,6 +172,8 @@ class ValueSpec:
     names: tuple[str, ...] | None = None
     packing: Packing | None = None
     samples: Mapping[int, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    longest: tuple[int, ...] = field(default=(), compare=False)
+    bounded: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
         if self.names is not None:
@@ -173,8 +186,14 @@ class ValueSpec:
 
     def of(self, size: Size) -> ValueSpec:
         """Return the spec of a microbatch, tensors [samples, ...], from that of one sample."""
-        specs = tuple(TensorSpec((size.samples, *spec.shape), spec.dtype) for spec in self.specs)
-        return replace(self, specs=specs)
+        each = self.at(size.lengths).specs
+        return replace(
+            self, specs=tuple(TensorSpec((size.samples, *spec.shape), spec.dtype) for spec in each)
+        )
+
+    def at(self, lengths: Sequence[int]) -> ValueSpec:
+        """Return the spec with lengths in their places."""
+        return replace(self, specs=tuple(spec.at(lengths) for spec in self.specs)) if lengths else self
 
     @classmethod
     def like(cls, value: Value) -> ValueSpec:
@@ -285,9 +304,20 @@ def join(values: Sequence[Value]) -> Value:
     return joined
 
 
-def repeated_to(size: Size, value: Value) -> Value:
-    """Return a microbatch of this size that repeats the samples of another one."""
-    return on_each(value, lambda t: t[torch.arange(size.samples, device=t.device) % len(t)])
+def repeated(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a tensor of another shape whose numbers are repeated, or cut, in each dimension."""
+    for dimension, n in enumerate(shape):
+        if n != tensor.shape[dimension]:
+            places = torch.arange(n, device=tensor.device) % tensor.shape[dimension]
+            tensor = tensor.index_select(dimension, places)
+    return tensor
+
+
+def repeated_to(size: Size, value: Value, form: ValueSpec | None = None) -> Value:
+    """Return a microbatch of this size that repeats the numbers of another one; `form`: of one sample."""
+    form = form or ValueSpec.in_batch(value)
+    shapes = iter(spec.shape for spec in form.of(size).specs)
+    return on_each(value, lambda tensor: repeated(tensor, next(shapes)))
 
 
 def cast_floats(value: Value, dtype: torch.dtype | None) -> Value:

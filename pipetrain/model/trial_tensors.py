@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pipetrain.model.specs import TensorSpec, ValueSpec
+from pipetrain.model.specs import TensorSpec, ValueSpec, repeated
 
 
 def made_up(spec: TensorSpec, device: torch.device | str = "cpu") -> Tensor:
@@ -24,7 +24,7 @@ def made_up_samples(inputs: ValueSpec, device: torch.device | str = "cpu") -> tu
     def made(number: int, spec: TensorSpec) -> Tensor:
         if (samples := inputs.samples.get(number)) is None:
             return made_up(spec, device)
-        return samples[torch.arange(spec.shape[0]) % len(samples)].to(device)
+        return repeated(samples, spec.shape).to(device)
 
     return tuple(made(number, spec) for number, spec in enumerate(inputs.specs))
 

@@ -7,7 +7,7 @@ they return are added. A cut is refused if layers would behave differently than 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, pairwise, product, repeat
@@ -137,15 +137,31 @@ def merge(pairs: Iterable[tuple[Sequence[ValueId], Tensors]]) -> Tensors:
     return tuple(sums[value] for value in sorted(sums))
 
 
+Shapes = Callable[[Size], Sequence[ValueSpec]]
+"""What each layer makes of a microbatch of any size."""
+
+
 class AnySize(dict[Size, Specs]):
-    """Specs by size: those of any size follow from the given two, the neighbours of one."""
+    """Specs by size: those of other samples follow from the given two, the neighbours of one.
+
+    `shapes`: for other lengths.
+    """
+
+    def __init__(self, given: Mapping[Size, Specs], example: ValueSpec, shapes: Shapes | None) -> None:
+        super().__init__(given)
+        self._given, self._example, self._shapes = [*given.items()][:2], example, shapes
 
     def __missing__(self, size: Size) -> Specs:
-        given = list(self.items())[:2]
-        values = given[0][1]
-        self[size] = {
-            value: spec_at(size, [(near, specs[value]) for near, specs in given]) for value in values
-        }
+        (first, values), _ = self._given
+        if size.lengths == first.lengths:
+            self[size] = {
+                value: spec_at(size, [(near, specs[value]) for near, specs in self._given])
+                for value in values
+            }
+        else:
+            assert self._shapes is not None, "the shapes of a model's layers are known"
+            outputs = [*self._shapes(size), self._example.of(size)]  # layer INPUT is the last
+            self[size] = {value: outputs[value.layer].specs[value.number] for value in values}
         return self[size]
 
 
@@ -155,10 +171,12 @@ def cut_layers(
     example: ValueSpec,
     shared: Mapping[str, Tie] | None = None,
     any_size: bool = False,
+    shapes: Shapes | None = None,
 ) -> Cut:
     """Return a model cut before the layers `cuts`, according to its first estimate.
 
-    `example`: of the inputs of the first stage; `any_size`: microbatches of any size may come.
+    `example`: of the inputs of the first stage; `any_size`: microbatches of any size may come, of other
+    lengths by `shapes`.
     """
     layers = next(iter(estimates.values()))
     data = {ValueId(INPUT, number): False for number in range(len(example.specs))}
@@ -174,10 +192,11 @@ def cut_layers(
         outputs = [*(layer.output for layer in estimated), example.of(size)]  # layer INPUT is the last
         return {value: outputs[value.layer].specs[value.number] for value in used}
 
+    given = {size: specs(size, of) for size, of in estimates.items()}
     return Cut(
         slices=tuple(_slices(layers, cuts, enters, routes, example)),
         routes=tuple(routes),
-        specs=(AnySize if any_size else dict)((size, specs(size, of)) for size, of in estimates.items()),
+        specs=AnySize(given, example, shapes) if any_size else given,
         shared=shared or {},
     )
 

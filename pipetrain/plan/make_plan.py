@@ -15,7 +15,8 @@ from pipetrain.model.numerics import Numerics
 from pipetrain.model.specs import Size, TensorSpec, ValueSpec
 from pipetrain.plan.cost_estimate import Layer, estimates, with_gradients
 from pipetrain.plan.costs import Profile, Table, by_work, refuse_other_layers
-from pipetrain.plan.cut import cut_layers, cuts_that_may_be, refuse_cuts, shared_weights
+from pipetrain.plan.cut import Shapes, cut_layers, cuts_that_may_be, refuse_cuts, shared_weights
+from pipetrain.plan.layer_shapes import LayerShapes
 from pipetrain.plan.memory_fit import refuse_above
 from pipetrain.plan.partition import Choice, choose_cuts, cut_by_times
 from pipetrain.plan.plan import Plan, Samples, cast_spec, given_to_task
@@ -113,7 +114,12 @@ class _Uncut:
         model, table, open_ = self.model, self.table, self.model.samples is None
         cuts, modes, choices = _cuts(draft, lengths, model.network, table)
         shared = shared_weights(model.network, cuts) if model.network else {}
-        cut = cut_layers(model.trained, cuts, model.example, shared, open_)
+        shapes: list[Shapes | None] = [None, None]  # in training and in evaluation
+        if model.network:
+            by_mode = ((True, model.trained), (False, model.evaluated))
+            how = model.example, model.numerics
+            shapes = [LayerShapes(model.network, next(iter(of.values())), *how, mode) for mode, of in by_mode]
+        cut = cut_layers(model.trained, cuts, model.example, shared, open_, shapes[0])
         refuse_ties(draft, cut)
         stage_costs = table.costs(cut, modes, splits(draft.program), draft.settings.full, draft.placement)
         rest = model.evaluations, stage_costs, modes, open_
@@ -130,7 +136,7 @@ class _Uncut:
             example=model.example,
             table=table,
             cut=bounded,
-            evaluation_cut=cut_layers(model.evaluated, cuts, model.example, any_size=open_),
+            evaluation_cut=cut_layers(model.evaluated, cuts, model.example, any_size=open_, shapes=shapes[1]),
             windows=windows,
             evaluations=evaluations,
             modes=modes,

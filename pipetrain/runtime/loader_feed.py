@@ -43,9 +43,13 @@ class LoaderBatches:
         return self._reader.window(window)
 
     def open(self, part: WindowPart) -> WindowFeed:
+        feed: WindowFeed
         if self._reader is None:
-            return ReceivingFeed(part, self._groups, self._form)
-        return ReadingFeed(part, self._groups, self._reader)
+            feed = ReceivingFeed(part, self._groups, self._form)
+        else:
+            feed = ReadingFeed(part, self._groups, self._reader)
+        feed.forms = self._form.inputs, self._form.targets
+        return feed
 
 
 class ReadingFeed(WindowFeed):

@@ -90,7 +90,7 @@ class Mailbox:
             actual, planned = (" + ".join(map(str, specs)) for specs in (specs_of(tensors), message.plain))
             raise TrainingStopped(
                 f"stage {action.stage} made {actual} for {message.name}, and the plan says {planned}: what a "
-                f"layer returns must depend only on the number of samples"
+                f"layer returns must depend only on the size of what it takes"
             )
         self.channel.send(message, self.coding.encode(message, tensors))
         self.raw_bytes[action.stage] += message.plain_bytes

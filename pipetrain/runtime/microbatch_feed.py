@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipetrain.model.specs import Size, Value, as_tuple, on_each, split
+from pipetrain.model.specs import Size, Value, ValueSpec, as_tuple, on_each, split
 from pipetrain.tasks import WeightFunction, counted_for
 
 
@@ -99,6 +99,8 @@ class WindowFeed:
 
     ahead = True
     """Whether inputs may be read before they are needed: another rank may send them only later."""
+    forms: tuple[ValueSpec, ValueSpec] | None = None
+    """Of a sample's inputs and targets, where batches have lengths."""
 
     def __init__(self, part: WindowPart) -> None:
         self._part = part
@@ -192,6 +194,8 @@ class WindowFeed:
 
 class RepeatedFeed:
     """The same microbatches of one size, repeated; `clones`: each time in new tensors, as a window's have."""
+
+    forms: tuple[ValueSpec, ValueSpec] | None = None
 
     def __init__(
         self,

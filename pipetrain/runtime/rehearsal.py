@@ -109,11 +109,13 @@ class _Finished(dist.Work):
 
 def resized_feed(feed: Feed, size: Size) -> RepeatedFeed:
     """Return a feed of microbatches of a size whose rows are those of another feed's first one."""
-    inputs, target = feed.peek()
+    (inputs, target), forms = feed.peek(), feed.forms
     return RepeatedFeed(
         size,
-        [] if inputs is None else [as_tuple(repeated_to(size, inputs))],
-        [] if target is None else [replace(target, value=repeated_to(size, target.value))],
+        [] if inputs is None else [as_tuple(repeated_to(size, inputs, forms and forms[0]))],
+        []
+        if target is None
+        else [replace(target, value=repeated_to(size, target.value, forms and forms[1]))],
         clones=True,
     )
 

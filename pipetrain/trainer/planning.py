@@ -15,12 +15,12 @@ from torch import Tensor
 
 from pipetrain.config.settings import AUTO, PROFILE, Settings
 from pipetrain.data.loader_facts import known_sizes
-from pipetrain.data.reader import Form, Reader
+from pipetrain.data.reader import Form, Pair, Reader
 from pipetrain.data.sampling import Sampled
 from pipetrain.errors import ConfigError, of_all
 from pipetrain.model.chain import network_of
 from pipetrain.model.network import Network, Values
-from pipetrain.model.specs import Size, ValueSpec, as_tuple, cast_floats
+from pipetrain.model.specs import Size, ValueSpec, as_tuple, cast_floats, repeated, repeated_to
 from pipetrain.plan.comparison import compare_loss, compare_microbatches, compare_stages
 from pipetrain.plan.cost_estimate import estimate_short
 from pipetrain.plan.costs import Profile, profile_conditions, read_profile
@@ -63,16 +63,18 @@ def plan_for(
     form, size = Form.from_json(data), Size.from_json(batch)
     if samples is None:
         settings = settings.fitted_to(size)
-    inputs = _with_whole_numbers(reader, form.inputs, min(size, settings.full), guard)
+    inputs = replace(form.inputs, longest=settings.lengths, bounded=settings.max_length is not None)
+    inputs = _with_whole_numbers(reader, inputs, min(size, settings.full), guard)
 
     def planned() -> tuple[Network, Plan]:
         network = network_of(request.model, inputs, settings.precision == "bf16").with_values(values)
         if isinstance(request.task, ModelLoss):
             choose_weight(request.task, network, inputs)
         plan = _plan(reader, request, settings, network, inputs, samples, guard)
-        shortest = smallest and Size.from_json(smallest).pieces(settings.microbatches)[-1]
-        if shortest == Size(1) < settings.full:
-            estimate_short(network.spare(), plan.example.of(Size(1)), plan.numerics)
+        shortest = smallest and Size.from_json(smallest).pieces(settings.microbatches)[-1].samples
+        if shortest == 1 < settings.full.samples:
+            alone = plan.example.of(replace(settings.full, samples=1))
+            estimate_short(network.spare(), alone, plan.numerics)
         return network, plan
 
     network, plan = guard.on_all("the plan", planned)
@@ -89,13 +91,16 @@ def plan_for(
 def _facts_of(reader: Any) -> list[Any] | None:
     """Return what the other ranks need to know of the first batch; None if there is none.
 
-    Its form, its size, and that of the smallest batch to train, if known.
+    Its form, its size with the largest lengths, and that of the smallest batch to train, if known.
     """
     first = reader.first()
+    if not first:
+        return None
+    size, form = Size.of(first[0]), Form.of(first)
     sizes = known_sizes(reader.loader) if isinstance(reader, Reader) and reader.weight else None
-    smallest = min(sizes).to_json() if sizes else None
-    form = first and Form(*map(ValueSpec.in_batch, first)).to_json()
-    return first and [form, Size.of(first[0]).to_json(), smallest]
+    if isinstance(reader, Reader):
+        size, form = replace(size, lengths=reader.largest), reader.form or form
+    return [form.to_json(), size.to_json(), min(sizes).to_json() if sizes else None]
 
 
 def _with_whole_numbers(reader: Any, inputs: ValueSpec, size: Size, guard: CollectiveGuard) -> ValueSpec:
@@ -105,7 +110,7 @@ def _with_whole_numbers(reader: Any, inputs: ValueSpec, size: Size, guard: Colle
         if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
             tensor = values[number] = torch.zeros(spec.shape, dtype=spec.dtype)
             if first := reader and reader.first():
-                tensor.copy_(as_tuple(first[0])[number][: len(tensor)])
+                tensor.copy_(repeated(as_tuple(first[0])[number], spec.shape))
             with guard():
                 guard.groups.broadcast_tensor("the first batch", tensor)
     return replace(inputs, samples=values)
@@ -126,7 +131,9 @@ def _plan(
     estimated = estimate_model(settings, network.spare(), inputs, samples)
     loss, dtype, outputs = spare(task, request.model), settings.data_dtype, estimated.outputs
     estimated = estimated.with_used(
-        guard.on_first("the loss", lambda: used_outputs(loss, outputs, cast_floats(reader.first()[1], dtype)))
+        guard.on_first(
+            "the loss", lambda: used_outputs(loss, outputs, cast_floats(_longest(reader, settings)[1], dtype))
+        )
     )
     profile = None
     if settings.partition == PROFILE:
@@ -163,12 +170,25 @@ def _compare(plan: Plan, request: Arguments, network: Network, reader: Any) -> s
 
     Return why microbatches would train otherwise.
     """
-    inputs, targets = reader.first()
     task = spare(request.task, network.model)
+    inputs, targets = _longest(reader, plan.settings)
     after_forward = compare_loss(plan, network, task, inputs, targets)
-    compare_stages(plan, network, inputs)
+    compare_stages(plan, network, reader.first()[0])
     check_targets(plan, task, targets, getattr(reader, "classes", None), after_forward)
     return compare_microbatches(plan, network, task, inputs, targets)
+
+
+def _longest(reader: Any, settings: Settings) -> Pair:
+    """Return the first batch, at the largest lengths."""
+    batch: Pair = reader.first()
+    if not settings.lengths:
+        return batch
+    size, forms = (
+        replace(Size.of(batch[0]), lengths=settings.lengths),
+        (reader.form.inputs, reader.form.targets),
+    )
+    inputs, targets = (repeated_to(size, half, form) for half, form in zip(batch, forms, strict=True))
+    return inputs, targets
 
 
 def refuse_targets(plan: Plan, request: Arguments, samples: Sampled) -> None:

@@ -6,7 +6,7 @@ Pipeline, fit and the command line all work on a Training.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from pipetrain.data.sampling import Sampled
 from pipetrain.errors import ConfigError
 from pipetrain.model.deferred_init import Initial
 from pipetrain.model.materialise import give_memory, refuse_without_numbers
-from pipetrain.model.network import Values
+from pipetrain.model.network import Limits, Values
 from pipetrain.model.requirements import tensor_attributes
 from pipetrain.model.specs import TensorSpec, ValueSpec
 from pipetrain.model.tensor_places import named_tensors
@@ -92,6 +92,7 @@ class Training:
                 seed = self.groups.broadcast("the seed", torch.initial_seed() % 2**31)
                 self.settings = replace(self.settings, seed=seed)
         self._form: Form | None = None
+        self._limits: Sequence[Limits] = ()
         self.stopping = False  # as agreed after the last window
         self.metrics: dict[str, float] = {}  # of the last pass that was trained
         self.closed = False
@@ -134,7 +135,9 @@ class Training:
         network, plan, self._form, self._apart = plan_for(
             reader, request, self.settings, whole.values, samples, self.guard
         )
-        self.settings = plan.settings
+        self.settings, self._limits = plan.settings, network.limits
+        if isinstance(reader, Reader):
+            reader.limits = self._limits
         with self.guard():
             groups.open(plan.links, plan.ties, plan.placement)
             owned = owners(network, plan)
@@ -187,7 +190,8 @@ class Training:
         if not self.rank:
             m = self.settings.microbatches if trains else 1
             how = self._named, weight, labelled, self.groups.world.size, m
-            reader = Reader(source, "batch", form, *how)
+            lengths = self.settings.max_length or (), self._limits
+            reader = Reader(source, "batch", form, *how, *lengths)
         if self.session is None:
             self.begin(reader)
             form = self._form

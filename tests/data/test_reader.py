@@ -222,3 +222,63 @@ def test_a_dict_may_have_its_inputs_in_another_order_later():
     for _ in range(2):
         inputs, targets = reader.take(Size(4))
         assert ([*inputs], inputs["x"].sum(), targets.tolist()) == (["x", "z"], 8, [0, 1, 2, 3])
+
+
+# Lengths
+
+
+def of(*shapes):
+    """Batches whose inputs and targets are of these shapes."""
+    return [(torch.zeros(x), torch.zeros(y, dtype=torch.int64)) for x, y in shapes]
+
+
+@pytest.mark.parametrize(
+    ("batches", "longest", "inputs", "targets", "largest"),
+    [
+        ([((2, 5, 3), (2, 5)), ((4, 7, 3), (4, 7))], [], (-1, 3), (-1,), (7,)),
+        ([((2, 5, 3), (2, 5)), ((4, 7, 3), (4, 7))], [9], (-1, 3), (-1,), (9,)),
+        ([((2, 5, 5), (2, 5)), ((4, 7, 5), (4, 8))], [], (-1, 5), (-2,), (7, 8)),
+        ([((2, 5, 5), (2, 5)), ((4, 7, 5), (4, 8))], [9, 6], (-1, 5), (-2,), (9, 6)),
+        ([((2, 5, 5), (2, 5)), ((4, 5, 5), (4, 5))], [], (5, 5), (5,), ()),
+        ([((2, 5, 3), (2, 5)), ((4, 5, 3), (4, 5))], [9], (-1, 3), (-1,), (9,)),
+        ([((2, 5, 3), (2, 5))], [9], (-1, 3), (-1,), (9,)),
+        ([((2,), (2,)), ((3,), (3,))], [9], (), (), ()),
+        ([((2, 5), (2,)), ((2, 5, 1), (2,))], [], (5,), (), ()),
+    ],
+)
+def test_a_dimension_that_differs_in_the_first_two_batches_is_a_length(
+    batches, longest, inputs, targets, largest
+):
+    reader = Reader(of(*batches), "batch", longest=longest)
+    reader.first()
+    assert (reader.form.inputs.specs[0].shape, reader.form.targets.specs[0].shape) == (inputs, targets)
+    assert reader.largest == largest
+
+
+def test_batches_of_several_lengths_are_announced_and_taken_in_order():
+    batches = of(((2, 5), (2,)), ((4, 7), (4,)), ((3, 1), (3,)))
+    reader = Reader(batches, "batch")
+    sizes = [Size(2, (5,)), Size(4, (7,)), Size(3, (1,))]
+    assert [reader.window(1), reader.window(None)] == [sizes[:1], sizes[1:]]
+    assert [reader.take(size)[0].shape for size in sizes] == [(2, 5), (4, 7), (3, 1)]
+    assert [reader.window(1), str(sizes[0])] == [[], "2 samples of length 5"]
+
+
+def test_a_loader_that_may_wait_for_what_a_batch_trains_is_not_read_ahead():
+    given = []
+
+    def waiting():
+        for batch in of(((2, 5), (2,)), ((2, 6), (2,))):
+            given.append(batch)
+            yield batch
+
+    reader = Reader(waiting(), "batch", longest=[6])
+    assert (reader.window(1), len(given)) == ([Size(2, (5,))], 1)
+    reader.take(Size(2, (5,)))
+    assert (reader.window(1), len(given)) == ([Size(2, (6,))], 2)
+
+
+def test_a_loader_of_one_batch_has_no_second_and_no_warning(caplog):
+    reader = Reader(DataLoader(DATA, batch_size=22, collate_fn=default_collate, sampler=range(22)), "batch")
+    assert [reader.window(1), reader.take(Size(22)) and reader.window(1)] == [[Size(22)], []]
+    assert not caplog.records

@@ -322,6 +322,20 @@ def narrowed(device: str, folder: Path, classes: bool = True, **options: Any) ->
         return [list(pipe.train(data, window=2)), pipe.evaluate(data), pipe.state_dict()]
 
 
+def of_lengths(device: str, folder: Path, classes: bool = True, **options: Any) -> list[Any]:
+    """Train on batches of several lengths, each rehearsed, of which some come again."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(8, length) for length in (3, 5, 3, 2, 5)]
+    data = [tuple(torch.randn(*shape, n, generator=generator) for n in (6, 4)) for shape in shapes]
+    with pipeline(device, loss=squares, **options) as pipe:
+        return [
+            list(pipe.train(data, window=5)),
+            list(pipe.train(data)),
+            pipe.evaluate(data),
+            pipe.state_dict(),
+        ]
+
+
 def fitted(device: str, folder: Path, classes: bool = True, **options: Any) -> list[Any]:
     with pipeline(device, **options) as pipe:
         rows = fit(pipe, batches(3, classes), batches(2, classes), epochs=2, run_dir=folder / f"{device}.run")
@@ -341,6 +355,8 @@ def squares(outputs: Tensor, targets: Tensor) -> Tensor:
         (fitted, {"schedule": "1f1b", "batchnorm": "batch"}),
         (narrowed, {"schedule": "zbv", "clip_grad_norm": 0.1, "ema": 0.9}),
         (narrowed, {"schedule": "interleaved_1f1b", "recompute": "always"}),
+        (of_lengths, {"schedule": "zbv", "max_length": 5}),
+        (of_lengths, {"schedule": "1f1b", "recompute": "always"}),
     ],
 )
 def test_a_program_gets_the_same_numbers_from_a_gpu_and_in_host_memory(program, options, tmp_path):

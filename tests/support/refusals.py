@@ -184,7 +184,10 @@ def reversed_1f1b(ranks: int, batches: int, microbatches: int) -> Any:
 NAMED = dict(zip("xy", batch(), strict=True))
 WEIGHT = r"weight\(targets\) must be one number that is not negative, what they count for together; got "
 ALIKE: dict[str, tuple[Program, str]] = {
-    "shapes": (lambda rank: train([batch(), batch(8, 5)]), r"batch 1 has inputs float32\[5\] a sample, and"),
+    "shapes": (
+        lambda rank: train([batch(), batch(8, 5)]),
+        r"layer 0 \(0\) of the model cannot take float32\[2, 5\]",
+    ),
     "two": (twice, r"this process has a Pipeline already: call close\(\)"),
     "no optimizer": (lambda rank: step(optimizer=None), "Pipeline needs optimizer="),
     "no loss": (lambda rank: step(loss=None), "Pipeline needs loss="),

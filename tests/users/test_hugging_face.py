@@ -64,12 +64,12 @@ def tokenizer() -> Any:
 
 
 def batches(name: str) -> list[Any]:
-    """What both collators return as they return it; that for language models masks the padding of texts."""
-    collate = transformers.DataCollatorForLanguageModeling(tokenizer(), mlm=False, pad_to_multiple_of=8)
+    """What both collators return; that for language models pads to a batch's longest text, and masks that."""
+    collate = transformers.DataCollatorForLanguageModeling(tokenizer(), mlm=False)
     texts = [{"input_ids": row["input_ids"][: 2 + 3 * n % 7]} for n, row in enumerate(rows(8, True))]
     ways = [(rows(16, name == "bert"), transformers.default_data_collator), (texts, collate)]
     loaders = [
-        DataLoader(datasets.Dataset.from_list(data), batch_size=8, collate_fn=way)
+        DataLoader(datasets.Dataset.from_list(data), batch_size=len(data) // 2, collate_fn=way)
         for data, way in (ways[:1] if name == "bert" else ways)
     ]
     return [batch for loader in loaders for batch in loader]
@@ -94,7 +94,7 @@ def mean(losses: list[float], labels: list[Tensor]) -> float:
 
 def trained(name: str, schedule: str) -> tuple[list[float], dict[str, float], dict[str, float]]:
     metrics = [Accuracy()] if name == "bert" else ()
-    options: dict[str, Any] = {"microbatches": 4, "metrics": metrics}
+    options: dict[str, Any] = {"microbatches": 4, "metrics": metrics, "max_length": 8}
     with Pipeline(model(name), "model", sgd, schedule, **options) as pipe:
         mine = batches(name) if not pipe.rank else None
         losses = list(pipe.train(mine))

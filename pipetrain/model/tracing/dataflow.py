@@ -1,7 +1,7 @@
 """What each operation of a traced model depends on, and where the model must not be cut.
 
 Tensors that do not depend on the data (positions, causal masks, normalised weights) are computed again in
-each layer that uses them, and sizes are computed from the number of samples; so only values that depend on
+each layer that uses them, and sizes are computed from those of the inputs; so only values that depend on
 the data are sent. A tensor that is written in place is made, written and finished on one stage; otherwise
 each stage would write its own copy.
 """
@@ -110,7 +110,7 @@ class Dataflow:
     def nbytes(self, node: fx.Node) -> int:
         """Return the bytes of a value for a few samples; 0 if it does not depend on weights."""
         leaves = tree_leaves(node.meta["val"]) if node in self.trained else ()
-        return sum(spec_of(leaf, SAMPLES).nbytes for leaf in leaves if isinstance(leaf, Tensor))
+        return sum(spec_of(leaf).nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
     def forbidden(self) -> set[int]:
         """Return the positions before which the model must not be cut."""
@@ -124,7 +124,7 @@ class Dataflow:
                 ignored = int(_arguments(node)["ignore_index"])
                 break
         (node,) = (candidate for candidate in self.order if candidate.meta.get("source") == Input(number))
-        labels = made_up(spec_of(node.meta["val"], SAMPLES))
+        labels = made_up(spec_of(node.meta["val"]))
         if labels.is_floating_point() or labels.dim() < 2 or labels.shape[1] < 2:
             return ignored, False
         expected, same = self._made_of(node, labels.clone()), list[bool]()
@@ -141,7 +141,7 @@ class Dataflow:
             if isinstance(source := node.meta.get("source"), Constant):
                 computed[node] = source.tensor.clone()
             elif is_size(node):
-                computed[node] = _at(node.meta["val"], SAMPLES)
+                computed[node] = _in_trace(node.meta["val"])
             elif (
                 node.op == "call_function"
                 and not is_random(node)
@@ -179,23 +179,25 @@ class Dataflow:
 
 
 def is_size(node: fx.Node) -> bool:
-    """Return whether a value is a number that depends on the number of samples only."""
+    """Return whether a value is a number that depends on the size of the batch only."""
     value = node.meta.get("val")
     number = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
     return node.op == "call_function" and number and not free_unbacked_symbols(value)
 
 
-def spec_of(value: Tensor, samples: int) -> TensorSpec:
-    """Return the spec of a value of the trace for a number of samples."""
-    return TensorSpec(tuple(_at(size, samples) for size in value.shape), value.dtype)
+def spec_of(value: Tensor) -> TensorSpec:
+    """Return the spec of a value as it was in the trace."""
+    return TensorSpec(tuple(map(_in_trace, value.shape)), value.dtype)
 
 
-def _at(value: Any, samples: int) -> Any:
-    """Return a size, or a number computed from sizes, for a number of samples."""
+def _in_trace(value: Any) -> Any:
+    """Return a size, or a number computed from sizes, as it was in the trace; of data any."""
     if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return value
+    if not free_unbacked_symbols(value):
+        return value.node.hint
     expression = value.node.expr
-    return value.node.pytype(expression.subs(dict.fromkeys(expression.free_symbols, samples)))
+    return value.node.pytype(expression.subs(dict.fromkeys(expression.free_symbols, SAMPLES)))
 
 
 def is_random(node: fx.Node) -> bool:

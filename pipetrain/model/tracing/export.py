@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
 )
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from pipetrain.errors import ConfigError, one_line
 from pipetrain.model.network import evaluating
@@ -100,7 +100,7 @@ def exported(
     The attributes are restored. (torch's weight_norm sets `weight` from weight_g; that does not count.)
     Raises ConfigError for a model that cannot be exported.
     """
-    fakes, batch = dict[int, Tensor](), Dim("batch")
+    fakes = dict[int, Tensor]()
     if any(tensor.device.type != "cpu" for tensor in named_tensors(model).values()):
         fakes = _fakes(model, FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
     try:
@@ -115,8 +115,9 @@ def exported(
                 _make_zeros_of_the_fast_path(model, training)
             model.register_forward_hook(_refuse_backward)
             _write_buffers_at_the_end(model)
-            args, kwargs = as_arguments(example, made_up_samples(example.of(Size(SAMPLES))))
-            shapes = tree_map(lambda _: {0: batch}, bound(model, args, kwargs))
+            args, kwargs = as_arguments(example, made_up_samples(example.of(Size(SAMPLES, example.longest))))
+            bound(model, args, kwargs)  # refuses wrong ones
+            shapes = bound(model, *as_arguments(example, _dynamic(example)))
             own_modules = (
                 (name, inner) for name, inner in model.named_modules() if origin(type(inner)) not in LIBRARIES
             )
@@ -135,6 +136,16 @@ def exported(
         raise
     except Exception as error:  # the user's forward may raise anything
         raise _refusal(model, example, error) from error
+
+
+def _dynamic(example: ValueSpec) -> list[dict[int, Any]]:
+    """Return of each input the dimensions that may have any size: its samples, and its lengths."""
+    batch, most = Dim("batch"), example.longest if example.bounded else [None] * len(example.longest)
+    lengths = [Dim.DYNAMIC(max=n) for n in most]
+    return [
+        {0: batch} | {d: lengths[-n - 1] for d, n in enumerate(spec.shape, 1) if n < 0}
+        for spec in example.specs
+    ]
 
 
 def _write_buffers_at_the_end(model: nn.Module) -> None:
@@ -200,9 +211,11 @@ def _refusal(model: nn.Module, example: ValueSpec, error: Exception) -> ConfigEr
     elif isinstance(error.__cause__ or error.__context__, ConstraintViolationError):
         limit = re.search(r"batch = Dim\('batch', (min|max)=(\d+)", text)
         where = f" where it has {'fewer' if limit[1] == 'min' else 'more'} than {limit[2]}" if limit else ""
+        fixed = re.search(r"\.size\(\)\[(\d+)\] as dynamic but your code specialized", text)
+        what = f"dimension {fixed[1]} of a batch" if fixed else "the samples of a microbatch"
         why = (
-            f"the forward of {type(model).__name__} depends on the samples of a microbatch{where}, which a "
-            f"trace cannot: write no number, len(x), comparison or loop, but x.shape[0] as it is "
+            f"the forward of {type(model).__name__} depends on {what}{where}, which a trace cannot: write no "
+            f"number, len(x), comparison or loop, but x.shape[{fixed[1] if fixed else 0}] as it is "
             f"(torch.cdist by compute_mode='donot_use_mm_for_euclid_dist')"
         )
     else:

@@ -11,6 +11,7 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec,
 from torch.utils._pytree import TreeSpec, tree_leaves
 
 from pipetrain.errors import ConfigError
+from pipetrain.model.network import Limits
 from pipetrain.model.specs import ValueSpec
 from pipetrain.model.tensor_places import names_by_id
 from pipetrain.model.tracing.export import exported
@@ -70,14 +72,15 @@ class Region(NamedTuple):
 class Operations:
     """The operations of a model in one mode. `outputs`: flat, nodes or constants.
 
-    `set_attributes`: those that a forward sets. A placeholder has its `source` in meta, and an operation its
-    `region`.
+    `set_attributes`: those that a forward sets; `limits`: the least and the most of each length. A
+    placeholder has its `source` in meta, and an operation its `region`.
     """
 
     graph: fx.Graph
     outputs: list[Any]
     tree: TreeSpec
     set_attributes: list[str]
+    limits: list[Limits]
 
     def described(self) -> str:
         """Return all that is computed, as text, with all numbers but those of the model's tensors."""
@@ -129,7 +132,23 @@ def operations_of(model: nn.Module, example: ValueSpec, autocast: bool, training
     graph.eliminate_dead_code()
     tree = program.call_spec.out_spec
     assert tree is not None
-    return Operations(graph, outputs, tree, set_attributes)
+    return Operations(graph, outputs, tree, set_attributes, _limits(program, graph, example))
+
+
+def _limits(program: ExportedProgram, graph: fx.Graph, example: ValueSpec) -> list[Limits]:
+    """Return the least and the most of each length for which the trace is valid."""
+    limits = [(1.0, inf)] * len(example.longest)
+    for node in graph.find_nodes(op="placeholder"):
+        source = node.meta.get("source")
+        shape = example.specs[source.number].shape if isinstance(source, Input) else ()
+        for dimension, n in enumerate(shape, 1):
+            if n < 0:
+                of = program.range_constraints[node.meta["val"].shape[dimension].node.expr]
+                low, high = (float(end) for end in (of.lower, of.upper))
+                least, most = limits[-n - 1]
+                # Of 1 torch assumes that it may be broadcast, as it does of one sample.
+                limits[-n - 1] = max(least, low if low > 2 else 1.0), min(most, high)
+    return limits
 
 
 def _source(

@@ -22,8 +22,8 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from pipetrain.model import random_numbers as draws
-from pipetrain.model.network import INPUT, Network, Part, See, Slice, Tensors, ValueId
-from pipetrain.model.specs import Value, ValueSpec
+from pipetrain.model.network import INPUT, Network, Part, See, Shape, Slice, Tensors, ValueId
+from pipetrain.model.specs import TensorSpec, Value, ValueSpec
 from pipetrain.model.tensor_places import named_tensors
 from pipetrain.model.tracing.dataflow import Dataflow, is_random, is_size
 from pipetrain.model.tracing.export import WAY_OUT, adapted, as_arguments
@@ -47,6 +47,8 @@ class Traced(Network):
         self.model, self._again = model, again
         self.names = names
         self.set_attributes = modes[True][0].operations.set_attributes
+        both = zip(*(flow.operations.limits for flow, _ in modes.values()), strict=True)
+        self.limits = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in both]
         self.modes = {training: Layers(*flow_and_cuts) for training, flow_and_cuts in modes.items()}
         tensors = zip(*(mode.tensors for mode in self.modes.values()), strict=True)
         self.placed = _placed(model, [dict.fromkeys(trained + evaluated) for trained, evaluated in tensors])
@@ -87,6 +89,22 @@ class Traced(Network):
         tensors, operations = iter(outputs), self.modes[True].flow.operations
         flat = [next(tensors) if isinstance(out, fx.Node) else out for out in operations.outputs]
         return tree_unflatten(flat, operations.tree)
+
+    def output_shapes(self, inputs: Sequence[TensorSpec], training: bool) -> list[list[Shape]]:
+        layers = self.modes[training]
+        numbers: dict[Any, int] = {}
+        for value, node in layers.values.items():
+            if value.layer == INPUT:
+                actual = zip(node.meta["val"].shape, inputs[value.number].shape, strict=True)
+                numbers |= {dim.node.expr: n for dim, n in actual if isinstance(dim, torch.SymInt)}
+
+        def shape(node: fx.Node) -> Shape:
+            dims = node.meta["val"].shape
+            return tuple(
+                int(d.node.expr.xreplace(numbers)) if isinstance(d, torch.SymInt) else d for d in dims
+            )
+
+        return [[shape(layers.values[value]) for value in slice.leaves] for slice in layers.slices]
 
     def labels(self, number: int, ignored: int) -> tuple[int, bool]:
         return self.modes[True].flow.labels(number, ignored)
@@ -237,47 +255,59 @@ def _needs(
     """Return a layer's operations, the values of other layers that it uses, and its tensors' names."""
     nodes, inputs, tensors = dict.fromkeys(items), dict[fx.Node, None](), list[str]()
     todo = [*(source_node for item in items for source_node in item.all_input_nodes), *outputs]
-    sized = any(map(is_size, todo))
+    numbers = set[Any]()  # of samples, and lengths
     for node in todo:  # grows
         source = node.meta.get("source")
         if isinstance(source, ModelTensor):
             tensors.append(source.name)
         elif isinstance(source, Input) or (node in flow.position and node not in nodes):
             inputs[node] = None
-        elif source is None and node not in nodes and not is_size(node):
+        elif is_size(node):
+            numbers |= _symbols(node)
+        elif source is None and node not in nodes:
             nodes[node] = None
             todo += node.all_input_nodes
-            sized = sized or any(map(is_size, node.all_input_nodes))
-    if sized and not any(map(_samples_in, inputs)):
-        inputs[next(node for node in flow.order if isinstance(node.meta.get("source"), Input))] = None
+    for number in sorted(numbers - {n for node in inputs for n in _numbers_in(node)}, key=str):
+        data = (node for node in flow.order if isinstance(node.meta.get("source"), Input))
+        inputs[next(node for node in data if number in _numbers_in(node))] = None
     return list(nodes), list(inputs), tensors
 
 
-def _samples_in(node: fx.Node) -> tuple[int, int, Any] | None:
-    """Return a dimension of a value that depends on samples, the numbers per sample, and the symbol."""
+def _symbols(node: fx.Node) -> set[Any]:
+    """Return the symbols in a number that is computed from sizes."""
+    value = node.meta["val"]
+    sized = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+    return set(value.node.expr.free_symbols) if sized else set()
+
+
+def _numbers_in(node: fx.Node) -> dict[Any, tuple[int, int, int]]:
+    """Return the symbols that dimensions of a value tell: the dimension, and a and b of a x symbol + b."""
+    found: dict[Any, tuple[int, int, int]] = {}
     for dimension, size in enumerate(getattr(node.meta["val"], "shape", ())):
         if isinstance(size, torch.SymInt) and len(size.node.expr.free_symbols) == 1:
             (symbol,) = size.node.expr.free_symbols
-            if (per_sample := size.node.expr / symbol).is_Integer:
-                return dimension, int(per_sample), symbol
-    return None
+            times = size.node.expr.coeff(symbol)
+            more = size.node.expr - times * symbol
+            if times.is_Integer and times != 0 and more.is_Integer:
+                found.setdefault(symbol, (dimension, int(times), int(more)))
+    return found
 
 
 def _add_sizes(
     graph: fx.Graph, sizes: Sequence[fx.Node], enters: Sequence[fx.Node], copies: dict[fx.Node, Any]
 ) -> None:
-    """Compute sizes from the number of samples, read from the first suitable tensor that enters."""
-    if not sizes:
-        return
-    node, (dimension, per_sample, symbol) = next(
-        (node, where) for node in enters if (where := _samples_in(node))
-    )
-    read: Any = fx.Proxy(graph.call_function(torch.ops.aten.sym_size.int, (copies[node], dimension)))
-    samples = {symbol: read // per_sample if per_sample > 1 else read}
+    """Compute sizes from the numbers of samples and lengths, each read from the first tensor with it."""
+    numbers: dict[Any, Any] = {}
+    for symbol in sorted({symbol for node in sizes for symbol in _symbols(node)}, key=str):
+        node = next(node for node in enters if symbol in _numbers_in(node))
+        dimension, times, more = _numbers_in(node)[symbol]
+        read: Any = fx.Proxy(graph.call_function(torch.ops.aten.sym_size.int, (copies[node], dimension)))
+        read = read - more if more else read
+        numbers[symbol] = read // times if times != 1 else read
     for node in sizes:
         value = node.meta["val"]
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            value = sympy_interp(PythonReferenceAnalysis, samples, value.node.expr)
+            value = sympy_interp(PythonReferenceAnalysis, numbers, value.node.expr)
         copies[node] = value.node if isinstance(value, fx.Proxy) else value
 
 

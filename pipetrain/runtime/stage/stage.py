@@ -65,7 +65,8 @@ class Stage:
         self._layers: Callable[..., Value] = module
         if options.compile:
             draws.leave_to_python()
-            self._layers = torch.compile(module, dynamic=False)  # specialised to the shapes that occur
+            # Specialised to the shapes that occur, unless there are many.
+            self._layers = torch.compile(module, dynamic=options.lengths)
         self.store = self._store(module, optimizer, self.names, model)
         self.weights = Weights(self.store, rate, options.ema, options.correction)
         of_updates = self.store.optimizer, self.weights.rates.scheduler

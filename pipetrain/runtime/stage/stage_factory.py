@@ -57,6 +57,7 @@ def make_stages(
             device=groups.device.type,
             numerics=plan.numerics,
             compile=settings.compile,
+            lengths=bool(settings.lengths),
             selective=plan.modes[index] is Mode.SELECTIVE,
             ema=settings.ema,
             correction=settings.correction,

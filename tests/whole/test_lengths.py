@@ -1,0 +1,254 @@
+"""Batches of several lengths, trained through Pipeline, against one process of plain PyTorch in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipetrain import Pipeline, Pop, Stash
+from pipetrain.data.reader import BadBatch
+from pipetrain.errors import ConfigError
+from pipetrain.tasks import Classification, LanguageModelling
+from tests.support import parity
+from tests.support.parity import Subject, Way
+
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
+
+VOCABULARY, WIDTH, MOST = 20, 8, 12
+SIZES = ((7, 5), (6, 12), (7, 3))  # samples and length of each batch
+DOUBLE = torch.float64
+
+
+class Embedding(nn.Module):
+    """Tokens [n, length] and their positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(MOST, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        embedded: Tensor = self.tokens(x) + self.positions.weight[: x.shape[1]]
+        return embedded
+
+
+class Block(nn.Module):
+    """Causal attention."""
+
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.norm, self.mix, self.drop = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.mix(self.norm(x)).chunk(3, -1)
+        added: Tensor = x + self.drop(functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return added
+
+
+class Joined(nn.Module):
+    def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
+        return both[0] + both[1]
+
+
+class Tied(nn.Module):
+    """A model that is traced; its head is the embedding, its mask of the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.blocks = Embedding(), nn.ModuleList(Block(0.0) for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.tokens.weight
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = self.embedding(x)
+        for block in self.blocks:
+            h = block(h) * mask[..., None]
+        logits: Tensor = self.head(h)
+        return logits
+
+
+def texts(masked: bool = False) -> list[Any]:
+    """Batches of tokens, of which the last ones of each sample are padding, and the next ones."""
+    batches: list[Any] = []
+    for n, length in SIZES:
+        x, y = torch.randint(VOCABULARY, (2, n, length))
+        mask = torch.arange(length) < torch.randint(1, length + 1, (n, 1))
+        inputs = (x, mask.to(DOUBLE)) if masked else x
+        batches.append((inputs, torch.where(mask, y, -100)))
+    return batches
+
+
+def chain() -> Subject:
+    stash = Stash()
+    layers = [
+        Embedding(),
+        Block(),
+        stash,
+        Block(),
+        Block(),
+        Pop(stash, Joined()),
+        nn.Linear(WIDTH, VOCABULARY),
+    ]
+    return Subject(nn.Sequential(*layers).to(DOUBLE), texts(), LanguageModelling())
+
+
+def tied() -> Subject:
+    return Subject(Tied().to(DOUBLE), texts(masked=True), LanguageModelling())
+
+
+class Convolutions(nn.Module):
+    """A model that is traced."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.inner(x)
+        return made
+
+
+def images(traced: bool = False) -> Subject:
+    """Images of several heights and widths, whose outputs' sizes are rounded down."""
+    convolutions = [nn.Conv2d(2, 6, 3, stride=2), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 2, stride=2)]
+    layers = [*convolutions, nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4)]
+    batches = [
+        (torch.randn(n, 2, 8 + more, 20 - more, dtype=DOUBLE), torch.randint(4, (n,))) for n, more in SIZES
+    ]
+    model = (Convolutions if traced else nn.Sequential)(*layers)
+    return Subject(model.to(DOUBLE), batches, Classification())
+
+
+SUBJECTS: dict[str, Callable[[], Subject]] = {
+    "chain": chain,
+    "tied": tied,
+    "images": images,
+    "traced images": partial(images, traced=True),
+}
+RECOMPUTED = {"recompute": "always", "clip_grad_norm": 0.05, "ema": 0.6}
+WAYS: dict[str, tuple[Way, ...]] = {
+    "chain": (
+        *(Way("1f1b"), Way("pipedream"), Way("pipedream_2bw", 2, window=3, options={"max_length": MOST})),
+        *(Way("interleaved_1f1b", window=3, options=RECOMPUTED),),
+        Way("1f1b", options={"replicas": [2, 1]}, ranks=3),
+    ),
+    "tied": (
+        Way("pipedream", ranks=3),
+        Way("zb_h1", options=RECOMPUTED | {"max_length": MOST}),
+    ),
+    "images": (Way("zb_h1", ranks=3, options=RECOMPUTED),),
+    "traced images": (Way("pipedream"),),
+}
+
+
+def made(name: str) -> Subject:
+    torch.manual_seed(0)
+    return SUBJECTS[name]()
+
+
+def trained(name: str, way: Way) -> dict[str, Any]:
+    return parity.train(made(name), way)
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_trains_as_one_process(ranks, three, name):
+    for way in WAYS[name]:
+        first, *others = {2: ranks, 3: three}[way.ranks](trained, name, way)
+        assert all(other == first for other in others)
+        assert first["updates"] == 3
+
+
+def begun(folder: str) -> list[float]:
+    """Train two of the three batches, and save in the middle of the pass."""
+    subject = made("chain")
+    with Pipeline(subject.model, subject.task, parity.MOMENTUM, "zb_h1", **OPTIONS) as pipe:
+        losses = list(pipe.train(subject.batches[:2]))
+        pipe.save(folder)
+        return losses
+
+
+def ended(folder: str) -> tuple[list[float], Any]:
+    """Train all three, or the last one after a checkpoint; predict them."""
+    subject = made("chain")
+    with Pipeline(subject.model, subject.task, parity.MOMENTUM, "zb_h1", **OPTIONS) as pipe:
+        if folder:
+            pipe.load(folder)
+        losses = list(pipe.train(subject.batches[2 if folder else 0 :]))
+        outputs = [of for of in pipe.predict([x for x, _ in subject.batches]) if of is not None]
+        return losses, [[tuple(of.shape), of.sum().item()] for of in outputs]
+
+
+OPTIONS = {"microbatches": 2, "device": "cpu", "threads": 1, "max_length": MOST}
+
+
+def test_it_goes_on_from_a_checkpoint_and_predicts_as_without(ranks, tmp_path):
+    losses, *_ = ranks(begun, str(tmp_path))
+    whole, *_ = ranks(ended, "")
+    resumed, *_ = ranks(ended, str(tmp_path))
+    assert (losses + resumed[0], resumed[1]) == (whole[0], whole[1])
+    assert [shape for shape, _ in whole[1]] == [(n, length, VOCABULARY) for n, length in SIZES]
+
+
+# In one process: what is refused
+
+
+def refused(batches: list[Any], model: nn.Module | None = None, **options: Any) -> str:
+    layers = Embedding(), nn.Linear(WIDTH, VOCABULARY)
+    subject = (model or nn.Sequential(*layers)), LanguageModelling(), parity.MOMENTUM
+    with Pipeline(*subject, microbatches=2, device="cpu", threads=1, **options) as pipe:
+        with pytest.raises((BadBatch, ConfigError)) as error:
+            list(pipe.train(batches))
+        return str(error.value)
+
+
+def of_length(*lengths: int) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.zeros(4, n, dtype=torch.int64), torch.ones(4, n, dtype=torch.int64)) for n in lengths]
+
+
+def test_a_length_above_the_largest_and_one_of_0_are_refused():
+    assert refused(of_length(5, 6, 9), max_length=8) == (
+        "batch 2 has 4 samples of length 9, and max_length=8: cut what is longer, or give a larger one"
+    )
+    assert (
+        refused(of_length(5, 0)) == "batch 1 has 4 samples of length 0: leave it out, or pad it to 1 at least"
+    )
+
+
+def test_other_lengths_than_those_of_the_first_batches_need_max_length():
+    """A loader that is no list and no DataLoader may wait for what the first batch trains."""
+    said = "let all batches have one shape and dtype, or give max_length=, the longest that comes"
+    assert refused(of_length(5, 5, 6)).endswith(said)
+    assert refused(of for of in of_length(5, 6)).endswith(said)
+
+
+def test_a_layer_that_cannot_take_the_largest_length_is_named():
+    assert refused(of_length(5, 6), max_length=MOST + 1).startswith("layer 0 (0) of the model cannot take ")
+
+
+class Reshaped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, VOCABULARY)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(self.tokens(x).reshape(-1, 6, WIDTH))
+        return out
+
+
+def test_a_traced_model_with_a_number_for_a_length_is_refused():
+    assert "Reshaped" in refused(of_length(6, 5), Reshaped(), max_length=6)
+
+
+def test_a_traced_model_says_which_lengths_it_takes():
+    """Its positions are a table."""
+    batches = [((x, torch.ones(x.shape)), y) for x, y in of_length(5, 6, MOST + 1)]
+    assert refused(batches, Tied()) == (
+        f"batch 2 has 4 samples of length {MOST + 1}, and the model takes 1 to {MOST}: cut or pad it"
+    )
+    assert "Tied cannot be traced" in refused(batches, Tied(), max_length=MOST + 1)
