@@ -98,7 +98,8 @@ class Pipeline:
     - `options`: any other key of the configuration, with its default there: partition, buffer_size, timeout,
       device, precision, memory_format, compile, threads, on_nan, clip_grad_norm, ema, seed (of dropout, None:
       as torch is seeded on rank 0; of a factory's weights, None: 0), codec_forward, codec_backward (a name
-      of conf/codec), correction (a name of conf/correction, a Correction, or a list of them), and so on.
+      of conf/codec), correction (a name of conf/correction, a Correction, or a list of them), and so on; and
+      max_length, the largest length of batches that differ in one, or a list of those of each.
     - `settings`: all options, read before, in place of them.
 
     Raises ConfigError and ScheduleError for what cannot be trained as one process would train it.
