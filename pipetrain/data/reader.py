@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from typing import Any
@@ -384,10 +383,13 @@ class Reader:
         """
         second = None
         if isinstance(self.loader, DataLoader | Sequence) and known_sizes(self.loader) is None:
-            self._begun.append(self._fetch())
-            if self._begun[0] is not _END:
-                with suppress(BadBatch):  # which is raised when it comes
-                    second = pair(self._begun[0], "", self.named)
+            try:
+                self._begun.append(self._fetch())
+                second = None if self._begun[0] is _END else pair(self._begun[0], "", self.named)
+            except BadBatch:  # which is raised when it comes
+                pass
+            except Exception as error:  # the loader's, after the first batch is trained
+                self._begun.append(error)
         form = Form.of(first, second, bool(self.longest))
         lengths = [form.size(*batch).lengths for batch in (first, second or first)]
         self.largest = tuple(map(max, *lengths))
@@ -415,7 +417,10 @@ class Reader:
 
     def _next(self) -> Any:
         """Return what the loader gives next, or _END."""
-        return self._begun.popleft() if self._begun else self._fetch()
+        given = self._begun.popleft() if self._begun else self._fetch()
+        if isinstance(given, Exception):
+            raise given
+        return given
 
     def _fetch(self) -> Any:
         """Return what the loader gives next, or _END; log a line where it has not given what it said."""

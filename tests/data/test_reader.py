@@ -282,3 +282,16 @@ def test_a_loader_of_one_batch_has_no_second_and_no_warning(caplog):
     reader = Reader(DataLoader(DATA, batch_size=22, collate_fn=default_collate, sampler=range(22)), "batch")
     assert [reader.window(1), reader.take(Size(22)) and reader.window(1)] == [[Size(22)], []]
     assert not caplog.records
+
+
+def test_an_error_of_the_second_batch_comes_with_it():
+    class Failing(list):
+        def __iter__(self):
+            yield from super().__iter__()
+            raise OSError("the disk is gone")
+
+    reader = Reader(Failing(of(((2, 5), (2,)))), "batch")
+    assert reader.window(1) == [Size(2)]
+    reader.take(Size(2))
+    with pytest.raises(OSError, match="the disk is gone"):
+        reader.window(1)
