@@ -28,8 +28,8 @@ from pipetrain.schedule.text import aligned, counted
 
 WORK = 3  # a microbatch's forward and backward, in forwards
 CLOSE = 1.01  # times the fastest: counts as equally fast
-# How far the speed beside 1f1b is from the predicted one: the median of docs/results/advice.md, for times
-# measured in as many processes as run then. By estimated work it is no less.
+# How far the speed beside 1f1b is from the predicted one: about the median of docs/results/advice.md, for
+# times measured in as many processes as run then. By estimated work it is no less.
 ERROR = 0.03
 BESIDE = "1f1b"  # the schedule to which others are compared
 TRIED = (Mode.SELECTIVE.value, Mode.ALWAYS.value)  # for recompute=auto, if memory_limit= requires it
