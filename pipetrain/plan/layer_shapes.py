@@ -38,8 +38,8 @@ class LayerShapes:
     def __call__(self, size: Size) -> list[ValueSpec]:
         """Return what each layer makes. Raises ConfigError with the name of one that cannot take it."""
         network, specs = self.network, [self.example.of(size)]
-        if (known := network.output_shapes(specs[0].specs, self.training)) is not None:
-            return [_shaped(layer.output, shapes) for layer, shapes in zip(self.layers, known, strict=True)]
+        if (traced := network.output_shapes(specs[0].specs, self.training)) is not None:
+            return [_shaped(layer.output, shapes) for layer, shapes in zip(self.layers, traced, strict=True)]
         names = names_by_id(network.model)
         mode = nullcontext() if self.training else evaluating(network.model, *network.modules)
         with quiet(), RngSnapshot().replayed(), mode, fake_mode(), self.numerics.context("cpu"):

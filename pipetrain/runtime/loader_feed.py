@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pipetrain.data.reader import Form, Reader
+from pipetrain.data.batch import Form
+from pipetrain.data.reader import Reader
 from pipetrain.model.specs import Size, TensorSpec, Value, as_tuple, join, split
 from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.microbatch_feed import WindowFeed, WindowPart

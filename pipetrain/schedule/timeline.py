@@ -194,10 +194,12 @@ class Timeline:
                 if action is not None and action.op not in COMMUNICATION:
                     changes[start + waited] += 1
                     changes[end] -= 1
-        gained, computing, others = 0.0, 0, max(len(self.rows) - 1, 1)
+        gained, computing, most_waiting = 0.0, 0, max(len(self.rows) - 1, 1)
         for now, then in pairwise(sorted(changes)):
             computing += changes[now]
-            gained += (then - now) * (1 - alone) * (len(self.rows) - computing) / others * (computing > 0)
+            gained += (
+                (then - now) * (1 - alone) * (len(self.rows) - computing) / most_waiting * (computing > 0)
+            )
         return self.makespan - gained
 
     @property

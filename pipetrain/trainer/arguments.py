@@ -16,7 +16,7 @@ from pipetrain.config.choices import names_of, nearest, shipped
 from pipetrain.config.parameter_groups import title
 from pipetrain.config.rate import LearningRate, asked_rate
 from pipetrain.config.settings import AUTO, PIPELINE_OPTIONS, SEED, Settings
-from pipetrain.data.reader import NamedTargets
+from pipetrain.data.batch import NamedTargets
 from pipetrain.errors import ConfigError
 from pipetrain.model.deferred_init import Factory, Initial, build
 from pipetrain.model.requirements import own_dtype, require_module

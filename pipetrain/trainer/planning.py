@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from pipetrain.config.settings import AUTO, PROFILE, Settings
+from pipetrain.data.batch import Form, Pair
 from pipetrain.data.loader_facts import known_sizes
-from pipetrain.data.reader import Form, Pair, Reader
+from pipetrain.data.reader import Reader
 from pipetrain.data.sampling import Sampled
 from pipetrain.errors import ConfigError, of_all
 from pipetrain.model.chain import network_of

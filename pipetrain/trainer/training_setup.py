@@ -25,7 +25,8 @@ from pipetrain.checkpoint.resume import (
 )
 from pipetrain.config.parameter_groups import title
 from pipetrain.config.settings import AUTO
-from pipetrain.data.reader import Form, Loader, NamedTargets, Reader
+from pipetrain.data.batch import Form, NamedTargets
+from pipetrain.data.reader import Loader, Reader
 from pipetrain.data.sampling import Sampled
 from pipetrain.errors import ConfigError
 from pipetrain.model.deferred_init import Initial

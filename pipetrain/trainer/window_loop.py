@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipetrain.data.reader import BadBatch, too_small
+from pipetrain.data.batch import BadBatch
+from pipetrain.data.reader import too_small
 from pipetrain.errors import ConfigError, of_all
 from pipetrain.model.specs import Size
 from pipetrain.plan.window_lengths import NONE, WindowLengths

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipetrain.data.reader import Form
+from pipetrain.data.batch import Form
 from pipetrain.model.specs import Size, ValueSpec, specs_of
 from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.loader_feed import MAX_UNWAITED_SENDS, LoaderBatches

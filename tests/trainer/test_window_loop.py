@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from pipetrain.correction import Correction
-from pipetrain.data.reader import BadBatch, Reader
+from pipetrain.data.batch import BadBatch
+from pipetrain.data.reader import Reader
 from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.model.specs import Size
 from pipetrain.runtime.comm.collective_guard import CollectiveGuard

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipetrain import Pipeline, Pop, Stash
-from pipetrain.data.reader import BadBatch
+from pipetrain.data.batch import BadBatch
 from pipetrain.errors import ConfigError
 from pipetrain.tasks import Classification, LanguageModelling
 from tests.support import parity
