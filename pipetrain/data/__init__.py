@@ -10,7 +10,7 @@ import torch
 
 from pipetrain.data.augment import Augment
 from pipetrain.data.sampling import Sampler, loaded
-from pipetrain.data.splits import Data, DataFacts, DataMissing, Draw, Images, Split
+from pipetrain.data.splits import Data, DataFacts, DataMissing, Draw, Images, Padded, Split
 from pipetrain.data.user_data import as_split
 from pipetrain.errors import ConfigError, failing
 from pipetrain.instantiate import make
@@ -24,6 +24,7 @@ __all__ = [
     "DataMissing",
     "Draw",
     "Images",
+    "Padded",
     "Sampler",
     "Split",
     "declared_example",

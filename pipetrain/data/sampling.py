@@ -12,17 +12,20 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from pipetrain.data.augment import key
-from pipetrain.data.splits import Draw, Split
+from pipetrain.data.batch import Form
+from pipetrain.data.splits import Draw, Padded, Split
 from pipetrain.errors import ConfigError, TrainingStopped
 from pipetrain.model.specs import Size, Value
 from pipetrain.tasks import WeightFunction, counted_for
+
+T = TypeVar("T")
 
 
 class Sampler:
@@ -88,7 +91,24 @@ class Sampled:
 
     def size(self, batch: Sequence[Tensor]) -> Size:
         """Return the size of a batch, of the sample ids of its microbatches."""
-        return Size(sum(map(len, batch)))
+        ids = torch.cat([*batch])
+        return Size(len(ids), self.split.lengths(ids) if isinstance(self.split, Padded) else ())
+
+    def at(self, size: Size) -> Split:
+        """Return the samples as they are in a batch of this size."""
+        assert self.split is not None, "this rank needs the samples"
+        return self.split.padded(size.lengths) if isinstance(self.split, Padded) else self.split
+
+    @property
+    def form(self) -> Form | None:
+        """What samples look like where their lengths differ between batches; elsewhere None."""
+        if not isinstance(self.split, Padded):
+            return None
+        one = torch.zeros(1, dtype=torch.int64)
+        short = self.split.lengths(one)
+        splits = (self.split.padded(lengths) for lengths in (short, tuple(n + 1 for n in short)))
+        first, second = ((split.inputs(one, None), split.targets(one, None)) for split in splits)
+        return Form.of(first, second)
 
     def counting(self, epoch: int, weight: WeightFunction) -> list[int]:
         """Return the numbers of the batches of an epoch in which something counts.
@@ -122,8 +142,8 @@ def _same(microbatch: Any) -> Any:
 class _Microbatches(Dataset[Value]):
     """A data set whose items are whole microbatches, so that no work is done sample by sample."""
 
-    read: Callable[[Tensor], Value]
-    ids: Sequence[Tensor]
+    read: Callable[[Any], Value]
+    ids: Sequence[Any]
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -133,9 +153,9 @@ class _Microbatches(Dataset[Value]):
 
 
 def loaded(
-    read: Callable[[Tensor], Value], ids: Sequence[Tensor], workers: int = 0, timeout: float = 60.0
+    read: Callable[[T], Value], ids: Sequence[T], workers: int = 0, timeout: float = 60.0
 ) -> Iterator[Value]:
-    """Yield what `read` returns for each microbatch, in the order of `ids` (int64 [n] each).
+    """Yield what `read` returns for each microbatch, in the order of `ids`, which say which samples it has.
 
     `workers`: processes that prepare them ahead, from the first microbatch to the last, or until the iterator
     is closed. PyTorch's global random state is not used. Raises TrainingStopped if a worker dies, fails, or

@@ -48,6 +48,17 @@ class Split(Protocol):
         """Return a number from 0 that tells other samples apart."""
 
 
+@runtime_checkable
+class Padded(Split, Protocol):
+    """A split whose samples have several lengths: by itself it pads them to the largest that there may be."""
+
+    def lengths(self, ids: Tensor) -> tuple[int, ...]:
+        """Return the lengths to which a batch of samples int64 [n] is padded, one for each such dimension."""
+
+    def padded(self, lengths: tuple[int, ...]) -> Split:
+        """Return the split with samples padded to these lengths."""
+
+
 @dataclass(frozen=True, slots=True)
 class DataFacts:
     """What every rank needs to know of a data set. `sample`: a ValueSpec of its inputs, as JSON."""

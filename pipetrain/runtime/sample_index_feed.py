@@ -8,13 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import Tensor
 
 from pipetrain.data.sampling import Sampled, loaded
-from pipetrain.data.splits import Split
+from pipetrain.data.splits import Draw, Split
 from pipetrain.errors import TrainingStopped
 from pipetrain.model.specs import Size, Value
 from pipetrain.plan.plan import Plan
@@ -76,17 +75,17 @@ class SampleIndexBatches:
         self._announced = self._opened = 0
         window = plan.settings.window if plan.draft.reads_late else 1
         numbers = turns([*map(len, self._batches)], window if samples.sampler else None, done)
-        mbs, ranks = zip(chain.from_iterable(self._batches), numbers, strict=True), plan.placement[0]
-        local_ids = [ids for ids, number in mbs if ranks[number % len(ranks)] == groups.world.rank]
+        mbs = ((batch, ids) for batch in self._batches for ids in batch)
+        ranks, rank = plan.placement[0], groups.world.rank
+        local_mbs = [
+            (samples.at(samples.size(batch)), ids)
+            for (batch, ids), number in zip(mbs, numbers, strict=True)
+            if ranks[number % len(ranks)] == rank
+        ]
         self._inputs: Iterator[Value] = iter(())
-        if local_ids:
-            read = partial(self._split.inputs, draw=self._draw)
-            self._inputs = loaded(read, local_ids, samples.workers, samples.timeout)
-
-    @property
-    def _split(self) -> Split:
-        assert self._samples.split is not None, "this rank needs the samples"
-        return self._samples.split
+        if local_mbs:
+            read = partial(_inputs, draw=self._draw)
+            self._inputs = loaded(read, local_mbs, samples.workers, samples.timeout)
 
     def next(self, window: int | None) -> list[Size]:
         batches = self._batches[self._announced :][:window]
@@ -96,19 +95,28 @@ class SampleIndexBatches:
     def open(self, part: WindowPart) -> WindowFeed:
         batches = self._batches[self._opened :][: len(part.sizes)]
         self._opened += len(batches)
-        return SampleIndexFeed(part, self, batches)
+        feed = SampleIndexFeed(part, self, batches)
+        if form := self._samples.form:
+            feed.forms = form.inputs, form.targets
+        return feed
 
     def next_inputs(self) -> Value:
         """Return the inputs of this rank's next microbatch."""
         return next(self._inputs)
 
-    def targets(self, ids: Tensor) -> Value:
-        return self._split.targets(ids, self._draw)
+    def targets(self, ids: Tensor, size: Size) -> Value:
+        """Return the targets of samples of a batch of this size."""
+        return self._samples.at(size).targets(ids, self._draw)
 
-    def weight(self, ids: Tensor) -> float:
+    def weight(self, ids: Tensor, size: Size) -> float:
         """Return what the targets of samples count for."""
         task = self._task
-        return float(len(ids)) if task.counts_samples else counted_for(task.weight, self.targets(ids))
+        return float(len(ids)) if task.counts_samples else counted_for(task.weight, self.targets(ids, size))
+
+
+def _inputs(microbatch: tuple[Split, Tensor], draw: Draw | None) -> Value:
+    split, ids = microbatch
+    return split.inputs(ids, draw)
 
 
 class SampleIndexFeed(WindowFeed):
@@ -123,6 +131,6 @@ class SampleIndexFeed(WindowFeed):
 
     def _read_targets(self, batch: int) -> tuple[Value, list[float] | None]:
         ids, first = self._ids[batch], self._part.microbatches_of(batch).start
-        local_ids = [ids[mb - first] for mb in self._part.local_targets(batch)]
-        weights = None if len(local_ids) == len(ids) else [*map(self._source.weight, ids)]
-        return self._source.targets(torch.cat(local_ids)), weights
+        local_ids, size = [ids[mb - first] for mb in self._part.local_targets(batch)], self._part.sizes[batch]
+        weights = None if len(local_ids) == len(ids) else [self._source.weight(of, size) for of in ids]
+        return self._source.targets(torch.cat(local_ids), size), weights

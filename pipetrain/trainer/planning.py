@@ -62,9 +62,10 @@ def plan_for(
         raise of_all(ConfigError(NO_BATCH), guard.groups.world.rank)
     data, batch, smallest = facts
     form, size = Form.from_json(data), Size.from_json(batch)
-    if samples is None:
-        settings = settings.fitted_to(size)
-    inputs = replace(form.inputs, longest=settings.lengths, bounded=settings.max_length is not None)
+    bounded = samples is not None or settings.max_length is not None
+    if samples is None or size.lengths:
+        samples, settings = None, settings.fitted_to(size)
+    inputs = replace(form.inputs, longest=settings.lengths, bounded=bounded)
     inputs = _with_whole_numbers(reader, inputs, min(size, settings.full), guard)
 
     def planned() -> tuple[Network, Plan]:
@@ -97,10 +98,13 @@ def _facts_of(reader: Any) -> list[Any] | None:
     first = reader.first()
     if not first:
         return None
-    size, form = Size.of(first[0]), Form.of(first)
-    sizes = known_sizes(reader.loader) if isinstance(reader, Reader) and reader.weight else None
-    if isinstance(reader, Reader):
-        size, form = replace(size, lengths=reader.largest), reader.form or form
+    form = reader.form or Form.of(first)
+    size = form.size(*first)
+    if isinstance(reader, Sampled):
+        sizes = [Size(n) for n in reader.sizes] if size.lengths else None  # others are planned one by one
+    else:
+        size = replace(size, lengths=reader.largest)
+        sizes = known_sizes(reader.loader) if reader.weight else None
     return [form.to_json(), size.to_json(), min(sizes).to_json() if sizes else None]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmark import advice, factory, held, models, replicas, report, schedules
+from benchmark import advice, factory, held, lengths, models, replicas, report, schedules
 from benchmark.report import Row
 from benchmark.tasks import Scale
 from benchmark.worlds import Say, WorldFailed
@@ -23,6 +23,7 @@ SUITES: dict[str, list[Callable[[Scale, Say], Iterator[Row]]]] = {
     "replicas": [replicas.suite],
     "advice": [advice.suite],
     **{model: [partial(models.suite, model)] for model in models.TASKS},
+    "lengths": [lengths.suite],
     "held": [held.suite],
     "factory": [factory.suite],
     "gpu": list(models.gpu_parts()),

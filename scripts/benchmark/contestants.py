@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import cycle
 from typing import Protocol
 
 import torch
@@ -176,13 +177,22 @@ class BatchFeed(RepeatedFeed):
 
 
 class Ours:
-    """A schedule of pipetrain's. A turn is so many batches, in whole windows, and one window at least."""
+    """A schedule of pipetrain's. A turn is so many batches, in whole windows, and one window at least.
+
+    `others`: the job with the batch of each window in turn; without them it is always its own.
+    """
 
     bound = 0.0
     timed = False
 
     def __init__(
-        self, name: str, job: Job, groups: ProcessGroups, batches: int = 1, channel: Channel | None = None
+        self,
+        name: str,
+        job: Job,
+        groups: ProcessGroups,
+        batches: int = 1,
+        channel: Channel | None = None,
+        others: Sequence[Job] = (),
     ) -> None:
         plan, groups = job.plan, fitted(groups, job.plan)
         self.name, self.plan, self._microbatches = name, plan, job.microbatches
@@ -190,7 +200,7 @@ class Ours:
         self._windows = max(1, batches // self.window)
         self.batches = self._windows * self.window
         self.losses: list[float] = []
-        self._feed = BatchFeed(job, groups.device)
+        self._feeds = [BatchFeed(other, groups.device) for other in others or [job]]
         self._rank = groups.world.rank
         self._stages = make_stages(
             plan, job.model, job.task, job.optimizer, LearningRate(plan.settings.rate(1)), groups
@@ -199,9 +209,9 @@ class Ours:
 
     def run(self) -> None:
         """Train whole windows."""
-        for _ in range(self._windows):
+        for _, feed in zip(range(self._windows), cycle(self._feeds), strict=False):
             order = order_of(self.plan, self.window, self._rank)
-            row = self._engine.train(order, self._feed, timed=self.timed)
+            row = self._engine.train(order, feed, timed=self.timed)
             if row is not None:
                 self.measured(row)
         if self._rank in self.plan.placement[-1]:
@@ -322,11 +332,18 @@ class Innermost(nn.Module):
         return y.clone(memory_format=torch.contiguous_format) if self._splits else y.contiguous()
 
 
-def torch_pipeline(schedule: str, job: Job, groups: ProcessGroups, batches: int, name: str = "") -> Theirs:
+def torch_pipeline(
+    schedule: str,
+    job: Job,
+    groups: ProcessGroups,
+    batches: int,
+    name: str = "",
+    others: Sequence[Job] = (),
+) -> Theirs:
     """Make torch.distributed.pipelining's schedule of the same order as ours, at the cut of the job's plan.
 
-    Each stage runs once alone first: on a GPU, what runs for the first time while a receive is posted may
-    wait for it for good.
+    `others`: as those of Ours, all of one shape. Each stage runs once alone first: on a GPU, what runs for
+    the first time while a receive is posted may wait for it for good.
     """
     from torch.distributed import pipelining  # takes a second to import
 
@@ -339,8 +356,9 @@ def torch_pipeline(schedule: str, job: Job, groups: ProcessGroups, batches: int,
         plan.numerics.arrange_weights(part)
         parts[stage] = Innermost(part, stage > 0, stage < last, several) if innermost else part
     samples = plan.numerics.arrange(job.samples.to(device))
-    first_inputs = (samples,) if 0 in parts else ()
     targets, loss_of = job.targets.to(device), job.task.to(device).loss
+    moved = [(plan.numerics.arrange(of.samples.to(device)), of.targets.to(device)) for of in others]
+    turn = cycle(moved or [(samples, targets)])
     for stage, part in parts.items():
         x = _entering(job, stage).to(device) if stage else samples[: job.size.samples]
         x = x.permute(0, 2, 3, 1).contiguous() if stage and innermost and x.dim() == 4 else x
@@ -358,9 +376,9 @@ def torch_pipeline(schedule: str, job: Job, groups: ProcessGroups, batches: int,
 
     def backward() -> Tensor | None:
         losses: list[Tensor] = []
-        runs.step(
-            *first_inputs, target=targets if last in parts else None, losses=losses, return_outputs=False
-        )
+        inputs, wanted = next(turn)
+        first_inputs, target = (inputs,) if 0 in parts else (), wanted if last in parts else None
+        runs.step(*first_inputs, target=target, losses=losses, return_outputs=False)
         return torch.stack(losses).mean() if last in parts else None
 
     return Theirs(name or f"torch {schedule}", job, batches, nn.ModuleList(parts.values()), backward)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmark.contestants import BatchFeed
 from benchmark.report import Row, failed_row
@@ -23,9 +23,11 @@ NEAR = 0.10  # of what was predicted
 
 IMAGES = ("microbatches=4", "batch_size=16")
 TEXT = ("data=text", "task=language_modelling", "optim=adamw", "microbatches=4", "batch_size=8")
+GPT = Task(("model=gpt", *TEXT, "model.depth=4", "model.width=128", "model.heads=4"), None)
 MODELS = {
     "vgg16": Task(("model=vgg16", *IMAGES)),
-    "gpt": Task(("model=gpt", *TEXT, "model.depth=4", "model.width=128", "model.heads=4"), None),
+    "gpt": GPT,
+    "gpt of lengths": replace(GPT, lengths=True),  # the first window is of a shorter one
     "unet": Task(("experiment=unet", *IMAGES), None),
     "alexnet": Task(("model=alexnet", *IMAGES)),
     "resnet50": Task(("model=resnet50", *IMAGES), (3, 16, 16)),
@@ -55,6 +57,7 @@ def cases() -> Iterator[Case]:
         yield from (Case(model, schedule) for schedule in TWO)
         yield from (Case(model, schedule, 3) for schedule in THREE)
         yield from (Case(model, "1f1b", 3, (f"recompute={mode}",)) for mode in RECOMPUTED)
+    yield from (Case("gpt of lengths", schedule) for schedule in TWO)
 
 
 def suite(scale: Scale, say: Say) -> Iterator[Row]:
@@ -90,7 +93,9 @@ def stage_peaks(groups: ProcessGroups, job: Job) -> list[tuple[int, int, int]]:
     for number in range(WINDOWS):
         meter = Meter(stages, groups.device) if number + 1 == WINDOWS else None
         order = order_of(plan, max(plan.windows), groups.world.rank)
-        engine.train(order, BatchFeed(job, groups.device, clones=True), meter=meter)
+        shorter = meter is None and plan.settings.lengths
+        of = job.of_length(plan.settings.lengths[0] // 2) if shorter else job
+        engine.train(order, BatchFeed(of, groups.device, clones=True), meter=meter)
     assert meter is not None
     predicted = peaks(plan.memory())
     return [(stage, nbytes, predicted[stage]["total"]) for stage, nbytes in meter.close().stages.items()]

@@ -20,6 +20,7 @@ from pipetrain.commands.cli import composed, values_of
 from pipetrain.config.build import make_model, make_optimizer, make_schedule, make_task
 from pipetrain.config.settings import Settings
 from pipetrain.data import load_data
+from pipetrain.data.batch import Form
 from pipetrain.model.chain import network_of
 from pipetrain.model.specs import Size, ValueSpec, named_layers
 from pipetrain.plan.costs import Profile
@@ -31,6 +32,7 @@ from pipetrain.runtime.comm.process_groups import ProcessGroups
 from pipetrain.runtime.layer_profile import measure
 from pipetrain.runtime.stage.optimizer_trial import try_optimizer
 from pipetrain.runtime.stage.parameter_store import OptimizerFactory
+from pipetrain.tasks.task import IGNORED
 
 LR = 1e-3  # low: the same random batch again and again must not blow up
 
@@ -48,12 +50,13 @@ class Task:
     """Something to train: overrides, and the batch that all train on, again and again.
 
     `example`: the shape of a random sample, with one of `classes` at random; None: the batch is the first
-    samples of the configured data set.
+    samples of the configured data set. `lengths`: whether batches of other lengths come too.
     """
 
     overrides: tuple[str, ...]
     example: tuple[int, ...] | None = (3, 32, 32)
     classes: int = 10
+    lengths: bool = False
 
     def extended(self, *overrides: str) -> Task:
         """Return the task with more overrides."""
@@ -79,7 +82,15 @@ class Job:
     @property
     def size(self) -> Size:
         """The size of a microbatch."""
-        return self.plan.settings.full
+        full = self.plan.settings.full
+        return replace(full, lengths=tuple(self.samples.shape[1:2])) if full.lengths else full
+
+    def of_length(self, length: int) -> Job:
+        """Return the job with the batch cut to a length, or where the plan has none, padded from there on."""
+        if self.plan.settings.lengths:
+            return replace(self, samples=self.samples[:, :length], targets=self.targets[:, :length])
+        place = torch.arange(self.targets.shape[1])
+        return replace(self, targets=self.targets.masked_fill(place >= length, IGNORED))
 
     def stage(self, index: int) -> nn.Sequential:
         """Return the layers of a stage."""
@@ -107,10 +118,14 @@ def prepare(
     spare, model = (make_model(cfg, settings.seed, settings.dtype) for _ in range(2))
     assert isinstance(model, nn.Sequential), "a benchmark's model is compared as an nn.Sequential"
     samples, targets = _batch(task, cfg, settings)
-    sizes = Samples.of([len(samples)] * window, [len(samples)])
+    sizes: Samples | None = Samples.of([len(samples)] * window, [len(samples)])
+    example = ValueSpec.in_batch(samples)
+    if task.lengths:
+        form = Form.of((samples, targets), (samples[:, 1:], targets[:, 1:]))
+        settings, sizes = settings.fitted_to(form.size(samples, targets)), None
+        example = replace(form.inputs, longest=settings.lengths, bounded=True)
     draft, objective = Draft.from_settings(settings, make_schedule(cfg)), make_task(cfg)
     optimizer = try_optimizer(make_optimizer(cfg), spare, len(draft.placement))
-    example = ValueSpec.in_batch(samples)
     estimated = estimate_model(settings, spare, example, sizes)
     if isinstance(times, ProcessGroups):
         network = network_of(make_model(cfg, settings.seed, settings.dtype), example)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from benchmark import models, replicas, schedules
+from benchmark import lengths, models, replicas, schedules
 from benchmark.contestants import plain, torch_pipeline
 from benchmark.paced import task_of
 from benchmark.tasks import Task, prepare
@@ -97,6 +97,20 @@ def test_on_a_paced_machine():
         name: pytest.approx(first["plain"], rel=1e-6) for name in bounds
     }
     assert len(bounds) == 6
+
+
+def of_lengths(links, say):
+    return losses_of_turns(built(lengths.contestants(GPT, (3, 16, 1), links)), turns=2)
+
+
+@pytest.mark.processes
+def test_batches_of_their_own_lengths_learn_as_padded_ones():
+    *_, last = run_world(of_lengths, 2, print, deadline=DEADLINE_S)
+    first, *others = last.values()
+    assert len({*map(round, first, [9] * 6)}) == 6
+    assert len(others) == 5
+    for losses in others:
+        assert losses == pytest.approx(first, abs=1e-12)
 
 
 def with_replicas(links, say):

@@ -10,6 +10,14 @@ from tests.support import DEADLINE_S
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("schedule", ["pipedream", "zbv"])
+def test_batches_of_the_largest_length_hold_what_is_planned(schedule):
+    ranks = run_world(measure, 2, print, Case("gpt of lengths", schedule), deadline=DEADLINE_S)
+    for _, measured, planned in (stage for stages in ranks for stage in stages):
+        assert 0.9 * planned < measured < 1.02 * planned
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b"])
 def test_a_first_microbatch_that_is_not_run_again_is_planned(schedule):
     held = {}

@@ -11,8 +11,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
-from pipetrain.data import text
+from pipetrain.data import Padded, text
 from pipetrain.errors import ConfigError
+from pipetrain.tasks.task import IGNORED
 
 WORDS = "the cat sat on the mat and the dog sat on the cat\n"
 
@@ -119,6 +120,58 @@ def test_more_than_65536_tokens_take_4_bytes(tmp_path, book):
     assert set(whole(data.train)) == {70_000, 70_001}
 
 
+# Lines
+
+VERSE = "a\n\nseven on\n" + "x" * 17 + "\ncat\n"  # the first has one target, the second none, the fourth 17
+TAUGHT = ["a\n", "seven on\n", "x" * 9, "x" * 9, "x\n", "cat\n"]  # of blocks of 8 targets
+
+
+def lines_of(split: text.Lines) -> list[list[int]]:
+    """The tokens of each sample, and of its padding that it is padding."""
+    ids, every = torch.arange(len(split)), []
+    for x, y, count in zip(split.inputs(ids, None), split.targets(ids, None), split.counts, strict=True):
+        assert x.dtype == y.dtype == torch.int64
+        assert torch.equal(x[1:count], y[: count - 1])
+        assert x[count:].tolist() == [0] * (split.length - count)
+        assert y[count:].tolist() == [IGNORED] * (split.length - count)
+        every.append([int(x[0]), *y[:count].tolist()])
+    return every
+
+
+def test_lines_are_padded_to_the_longest_of_a_batch_and_long_ones_cut(tmp_path):
+    path = tmp_path / "verse.txt"
+    path.write_text(VERSE + "to test\nends without")
+    data = text.load(str(path), block=8, test_share=0.4, lines=True)
+    assert isinstance(data.train, Padded)
+    assert [bytes(line).decode() for line in lines_of(data.train)] == TAUGHT
+    assert [bytes(line).decode() for line in lines_of(data.test)] == ["to test\n", "ends with", "hout"]
+    assert [data.train.lengths(torch.tensor(ids)) for ids in ([0], [0, 5], [5, 2, 0])] == [(1,), (3,), (8,)]
+    assert lines_of(data.train.padded((3,)).first(1)) == [[*b"a\n"]]
+    again = pickle.loads(pickle.dumps(data.train))
+    assert (lines_of(again), again.checksum()) == (lines_of(data.train), data.train.checksum())
+    assert data.facts.example.specs[0].shape == (8,)
+
+
+def test_a_batch_of_lines_is_padded_up_to_a_bucket_if_one_is_long_enough(tmp_path):
+    path = tmp_path / "verse.txt"
+    path.write_text(VERSE * 9)
+    train, plain = (text.load(str(path), block=8, lines=True, buckets=of).train for of in ([6, 2], None))
+    assert [train.lengths(torch.tensor(ids)) for ids in ([0], [5], [1])] == [(2,), (6,), (8,)]
+    assert lines_of(train) == lines_of(plain)
+    assert train.checksum() != plain.checksum()
+
+
+def test_lines_are_tokenised_each_by_itself(book, tokenizer, tmp_path):
+    for _ in range(2):  # made, and read again
+        data = text.load(str(book), str(tokenizer), 64, lines=True, root=str(tmp_path / "root"))
+        plain = Tokenizer.from_file(str(tokenizer))
+        plain.no_truncation()
+        ids = plain.encode(WORDS, add_special_tokens=False).ids
+        assert lines_of(data.train) == [ids] * 18
+        assert lines_of(data.test) == [ids] * 2
+    assert len([*(tmp_path / "root" / "texts").iterdir()]) == 2
+
+
 # What is refused
 
 TOKENS = {"tokenizer": "tokenizer.json"}
@@ -131,6 +184,13 @@ TOKENS = {"tokenizer": "tokenizer.json"}
         ({"file": "none.txt"}, "data.file=none.txt cannot be read: give the path of a file"),
         ({"tokenizer": "book.txt"}, "data.tokenizer=book.txt is no tokenizer.json of the package tokenize"),
         (TOKENS | {"vocabulary": 256}, "data.vocabulary is 256, and with tokenizer.json it is 270: set"),
+        (
+            {"buckets": [16]},
+            "data.buckets=[16] are lengths to which lines are padded, up to data.block=128: set data.lines",
+        ),
+        ({"lines": True, "buckets": [256, 64]}, "data.buckets=[64, 256] are lengths to which lines are pa"),
+        ({"lines": True, "buckets": [0]}, "data.buckets=[0] must be a whole number of at least 1, or one"),
+        ({"lines": True, "test_share": 0}, "book.txt has 20 lines of 2 tokens or more to train on and 0 to"),
         ({"block": 100}, "book.txt has 1000 tokens, 900 to train on and 100 to test on, but data.block=10"),
         (
             TOKENS | {"file": "latin1.txt"},

@@ -62,6 +62,8 @@ def test_every_example_runs_on_two_ranks(ranks, tmp_path):
     plain, slower = (numbers(line) for line in said["own_correction"].splitlines())
     assert (plain[0] == slower[0], plain[1] < slower[1] < slower[0]) == (True, True)
     assert len(numbers(said["from_torchgpipe"])) == 4
+    first, second = numbers(said["lengths"])
+    assert second < first - 0.3
     assert len(numbers(said["from_deepspeed"])) == 10
 
     theirs = numbers(by_the_last["torch_pipelining"])

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
 from pipetrain import Pipeline, Pop, Stash
+from pipetrain.codec import TopK
+from pipetrain.data import text
 from pipetrain.data.batch import BadBatch
+from pipetrain.data.sampling import Sampled, Sampler, even
+from pipetrain.data.text import BYTES
 from pipetrain.errors import ConfigError
+from pipetrain.runtime.stage.stage import Stage
 from pipetrain.tasks import Classification, LanguageModelling
+from pipetrain.trainer.window_loop import Pass
 from tests.support import parity
 from tests.support.parity import Subject, Way
 
@@ -28,9 +37,9 @@ DOUBLE = torch.float64
 class Embedding(nn.Module):
     """Tokens [n, length] and their positions."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int = VOCABULARY) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(MOST, WIDTH)
+        self.tokens, self.positions = nn.Embedding(tokens, WIDTH), nn.Embedding(MOST, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         embedded: Tensor = self.tokens(x) + self.positions.weight[: x.shape[1]]
@@ -72,10 +81,13 @@ class Tied(nn.Module):
         return logits
 
 
-def texts(masked: bool = False) -> list[Any]:
+Sizes = Sequence[tuple[int, int]]
+
+
+def texts(masked: bool = False, sizes: Sizes = SIZES) -> list[Any]:
     """Batches of tokens, of which the last ones of each sample are padding, and the next ones."""
     batches: list[Any] = []
-    for n, length in SIZES:
+    for n, length in sizes:
         x, y = torch.randint(VOCABULARY, (2, n, length))
         mask = torch.arange(length) < torch.randint(1, length + 1, (n, 1))
         inputs = (x, mask.to(DOUBLE)) if masked else x
@@ -83,7 +95,7 @@ def texts(masked: bool = False) -> list[Any]:
     return batches
 
 
-def chain() -> Subject:
+def chain(sizes: Sizes = SIZES) -> Subject:
     stash = Stash()
     layers = [
         Embedding(),
@@ -94,11 +106,11 @@ def chain() -> Subject:
         Pop(stash, Joined()),
         nn.Linear(WIDTH, VOCABULARY),
     ]
-    return Subject(nn.Sequential(*layers).to(DOUBLE), texts(), LanguageModelling())
+    return Subject(nn.Sequential(*layers).to(DOUBLE), texts(sizes=sizes), LanguageModelling())
 
 
-def tied() -> Subject:
-    return Subject(Tied().to(DOUBLE), texts(masked=True), LanguageModelling())
+def tied(sizes: Sizes = SIZES) -> Subject:
+    return Subject(Tied().to(DOUBLE), texts(True, sizes), LanguageModelling())
 
 
 class Convolutions(nn.Module):
@@ -124,7 +136,7 @@ def images(traced: bool = False) -> Subject:
     return Subject(model.to(DOUBLE), batches, Classification())
 
 
-SUBJECTS: dict[str, Callable[[], Subject]] = {
+SUBJECTS: dict[str, Callable[..., Subject]] = {
     "chain": chain,
     "tied": tied,
     "images": images,
@@ -146,13 +158,13 @@ WAYS: dict[str, tuple[Way, ...]] = {
 }
 
 
-def made(name: str) -> Subject:
+def made(name: str, *sizes: Sizes) -> Subject:
     torch.manual_seed(0)
-    return SUBJECTS[name]()
+    return SUBJECTS[name](*sizes)
 
 
-def trained(name: str, way: Way) -> dict[str, Any]:
-    return parity.train(made(name), way)
+def trained(name: str, way: Way, *sizes: Sizes) -> dict[str, Any]:
+    return parity.train(made(name, *sizes), way)
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
@@ -163,27 +175,104 @@ def test_trains_as_one_process(ranks, three, name):
         assert first["updates"] == 3
 
 
+OPEN = {"max_length": MOST}
+SOME = [OPEN | more for more in ({}, {"recompute": "always"}, {"clip_grad_norm": 0.05}, {"ema": 0.6})]
+
+
+@settings(
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "8")),
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(
+    st.sampled_from(["chain", "tied"]),
+    st.sampled_from(
+        ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "v_half", "pipedream", "pipedream_2bw"]
+    ),
+    st.sampled_from([2, 4]),
+    st.sampled_from(SOME),
+    st.lists(st.tuples(st.integers(4, 9), st.integers(1, MOST)), min_size=2, max_size=4),
+)
+def test_any_lengths_train_as_one_process(ranks, name, schedule, microbatches, options, sizes):
+    first, second = ranks(trained, name, Way(schedule, microbatches, options=options), sizes)
+    assert first == second
+
+
 def begun(folder: str) -> list[float]:
     """Train two of the three batches, and save in the middle of the pass."""
     subject = made("chain")
-    with Pipeline(subject.model, subject.task, parity.MOMENTUM, "zb_h1", **OPTIONS) as pipe:
+    with Pipeline(subject.model, subject.task, parity.MOMENTUM, "zb_h1", **CODED) as pipe:
         losses = list(pipe.train(subject.batches[:2]))
         pipe.save(folder)
         return losses
 
 
 def ended(folder: str) -> tuple[list[float], Any]:
-    """Train all three, or the last one after a checkpoint; predict them."""
+    """Train two and the first one again, or that one after a checkpoint; predict all three."""
     subject = made("chain")
-    with Pipeline(subject.model, subject.task, parity.MOMENTUM, "zb_h1", **OPTIONS) as pipe:
+    with Pipeline(subject.model, subject.task, parity.MOMENTUM, "zb_h1", **CODED) as pipe:
         if folder:
             pipe.load(folder)
-        losses = list(pipe.train(subject.batches[2 if folder else 0 :]))
+        again = subject.batches[:1]
+        losses = list(pipe.train(again if folder else [*subject.batches[:2], *again]))
         outputs = [of for of in pipe.predict([x for x, _ in subject.batches]) if of is not None]
         return losses, [[tuple(of.shape), of.sum().item()] for of in outputs]
 
 
+def by_number(folder: str, schedule: str, options: dict[str, Any]) -> list[Any]:
+    """Train and evaluate lines as the command line does, then as a loader's; return losses and weights."""
+    data, results = text.load(f"{folder}/lines.txt", block=MOST, lines=True), []
+    for own in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(Embedding(BYTES), Block(), Block(), nn.Linear(WIDTH, BYTES)).to(DOUBLE)
+        sampler = Sampler(len(data.train), 6, 2, seed=3)
+        orders = sampler, None
+        sizes = sampler.batch_sizes, even(len(data.test), 6)
+        splits = zip((data.train, data.test), sizes, orders, strict=True)
+        train, test = (Sampled(*of, seed=3, workers=0, timeout=60.0, classes=BYTES) for of in splits)
+        with Pipeline(
+            model, LanguageModelling(), parity.MOMENTUM, schedule, seed=0, **OPTIONS, **options
+        ) as pipe:
+            if own:
+                training = pipe._training
+                training.begin_by_number(train, test)
+                made = [training.batches(train, trains=True), training.batches(test)]
+                passes = [Pass("training", "a pass", made[0], pipe._training.settings.window)]
+                passes.append(Pass("evaluation", "one", made[1], None, reads_ahead=True, look_every=1))
+                losses, _ = ([loss for done in pipe._run(of) for loss in done.losses] for of in passes)
+                loss = training.values("the evaluation", Stage.take_evaluated)["loss"]
+            else:
+                batches, tests = ([read(of, torch.cat(ids)) for ids in of.epoch(0)] for of in (train, test))
+                losses, loss = [*pipe.train(batches)], pipe.evaluate(tests)["loss"]
+                assert len({x.shape[1] for x, _ in batches}) > 1
+            results.append((losses, loss, {name: t.tolist() for name, t in pipe.state_dict().items()}))
+    return results
+
+
+def read(samples: Sampled, ids: Tensor) -> tuple[Tensor, Tensor]:
+    split = samples.at(samples.size([ids]))
+    return split.inputs(ids, None), split.targets(ids, None)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [("zb_h1", {}), ("pipedream", {"window": 3}), ("1f1b", {"replicas": [2, 1]})],
+)
+def test_lines_by_number_train_as_those_of_a_loader(ranks, three, tmp_path, schedule, options):
+    """The last batch has fewer samples; which lengths come is known to all ranks that read."""
+    lines = ["".join(chr(97 + (n * k) % 17) for k in range(n % MOST + 1)) for n in range(40)]
+    (tmp_path / "lines.txt").write_text("\n".join(lines))
+    for first, second in (three if "replicas" in options else ranks)(
+        by_number, str(tmp_path), schedule, options
+    ):
+        assert first == second
+        assert len(first[0]) == 6
+
+
 OPTIONS = {"microbatches": 2, "device": "cpu", "threads": 1, "max_length": MOST}
+CODED = OPTIONS | {"codec_backward": TopK(0.5)}  # what an update owes to a length is saved too
 
 
 def test_it_goes_on_from_a_checkpoint_and_predicts_as_without(ranks, tmp_path):
