@@ -20,7 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from comparison.table import Table, markdown_table
 from published.charts import draw
 from published.made import how_made
-from published.record import Check, Findings, How, Place, Record, Series
+from published.record import NOT, Check, Findings, How, Place, Record, Series
 
 PAGE, REPORT = "records.md", "report.html"
 WORDS = ("record", "what", "from", "what must come back", "published", "here", "came back")
@@ -42,8 +42,7 @@ class Section:
 
     def came_back(self, how: How) -> str:
         """Return how many of its checks of a kind came back."""
-        checks = [check for check in self.findings.checks if check.how is how]
-        return came_back(checks) if checks else "-"
+        return counted([check for check in self.findings.checks if check.how is how])
 
     @property
     def verdict(self) -> Table:
@@ -125,6 +124,12 @@ def came_back(checks: Sequence[Check]) -> str:
     known = Counter(check.came for check in checks)
     others = (f", {known[word]} {word}" for word in ("not told", "not tried") if known[word])
     return f"{known['yes']} of {known['yes'] + known['no']}" + "".join(others)
+
+
+def counted(checks: Sequence[Check]) -> str:
+    """Return how many of the checks came back, and in brackets of those that hold something published."""
+    of_record = [check for check in checks if not check.published.startswith(NOT)]
+    return f"{came_back(checks)} ({came_back(of_record) if of_record else NOT})" if checks else NOT
 
 
 def section(
@@ -227,7 +232,7 @@ def overview(sections: Sequence[Section]) -> Table:
     """Return a line for each record."""
     lines = [[s.name, s.record.title, *map(s.came_back, KINDS)] for s in sections]
     checks = [check for s in sections for check in s.findings.checks]
-    of_all = (came_back([check for check in checks if check.how is how]) for how in KINDS)
+    of_all = (counted([check for check in checks if check.how is how]) for how in KINDS)
     lines += [["all", "", *of_all]] if len(sections) > 1 else []
     return Table("Came back", ["record", "what", *(how.value for how in KINDS)], lines, (), WORDS)
 
@@ -283,7 +288,8 @@ def markdown(sections: Sequence[Section], missing: Mapping[str, str], folder: st
         "the interval of what was measured holds the limit. Absolute "
         "numbers are of other machines: what must come back is the shape. A line of a verdict may have "
         "several cases, of many those that failed. What was run, what is only planned, and what is "
-        "arithmetic, such as a count of parameters, is counted apart. Every line, with spreads and bounds: "
+        "arithmetic, such as a count of parameters, is counted apart; in the brackets are those lines that "
+        "hold something published, and the others are checks of our own. Every line, with spreads and bounds: "
         f"[{REPORT}]({Path(folder, REPORT).as_posix()}).",
         *shared,
         markdown_table([all_of_them.head, *all_of_them.lines], WORDS).rstrip(),

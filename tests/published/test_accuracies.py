@@ -12,7 +12,7 @@ from published.page import Section
 from published.record import NOT, Findings
 
 SLOW = ["vgg16, fbp + int8: as fast as published", "resnet18, fbp + threshold: as fast as published"]
-COSTS = "study, vgg16: fbp + topk is within the noise of fbp"
+COSTS = [f"study, {model}: fbp + topk less fbp" for model in ("vgg16", "resnet18")]
 
 
 def failed(findings: Findings) -> list[str]:
@@ -35,19 +35,19 @@ def test_xdypipe_says_what_is_slow_or_not_one_process(
         own = more if key == f"{model}, {method}, 0" else {}
         seconds = 10 if "layer_dist" in key else 7
         results[key] = {"val_loss": 1.0, "epoch_s": seconds, "bytes_per_epoch": 1e6, **own}
-    assert {*failed(Findings.of(xdypipe.show(results)))} == {*SLOW, COSTS, *fails}
+    assert {*failed(Findings.of(xdypipe.show(results)))} == {*SLOW, *COSTS, *fails}
 
 
 @pytest.mark.parametrize(("model", "worse"), [("vgg16", xdypipe.INT8), ("resnet18", xdypipe.THRESHOLD)])
 def test_xdypipe_says_what_codecs_cost_in_the_study_of_each_model(model: str, worse: str) -> None:
-    rows = xdypipe.study("")
+    rows = [row for row in xdypipe.study("") if row["model"] == "vgg16"]
     rows += [row | {"method": xdypipe.THRESHOLD} for row in rows if row["method"] == "fbp"]
     wrong = {xdypipe.TOPK: 0.6, worse: 0.3}
     for row in rows:
         row |= {"model": model, "val_acc": wrong.get(row["method"], row["val_acc"])}
     checks = Findings.of(xdypipe.show({"study": rows})).checks
     assert {check.what: check.came_back for check in checks} == {
-        f"study, {model}: {name} is within the noise of fbp": name != worse
+        f"study, {model}: {name} less fbp": False if name == worse else None  # three seeds do not tell
         for name in (xdypipe.INT8, xdypipe.TOPK, xdypipe.THRESHOLD)
     }
     assert (checks[0].published == NOT) == (model == "resnet18")
@@ -96,7 +96,7 @@ BESIDE = "pipeline-1k less dataparallel-1k"
         (
             "pipeline-1k",
             {"errors": [45.0 + 2 * (seed % 2) + 0.1 * seed for seed in range(torchgpipe_accuracy.SEEDS)]},
-            [f"{BESIDE}: half of its interval"],
+            [f"{BESIDE}: half of its interval, so that it can be told"],
         ),
         (
             "without BatchNorm: pipeline-4k",

@@ -132,7 +132,11 @@ def test_the_page_says_what_came_back_and_what_did_not(tmp_path: Path) -> None:
     kept = make("doubling", record(1, 2), tmp_path, False)
     kept["2"]["result"] = 5
     section = page.section("doubling", record(1, 2), kept, tmp_path, "make it")
-    assert [*map(section.came_back, page.KINDS)] == ["0 of 1", "1 of 2", "0 of 0, 1 not tried"]
+    assert [*map(section.came_back, page.KINDS)] == [
+        "0 of 1 (0 of 1)",
+        "1 of 2 (1 of 2)",
+        "0 of 0, 1 not tried (-)",
+    ]
     assert section.failed == [
         "doubling: it is 4: must be the same, here 5",
         "doubling: n = 2: doubled: must be 4 to 4, here 5",

@@ -283,7 +283,18 @@ def test_it_goes_on_from_a_checkpoint_and_predicts_as_without(ranks, tmp_path):
     assert [shape for shape, _ in whole[1]] == [(n, length, VOCABULARY) for n, length in SIZES]
 
 
-# In one process: what is refused
+# In one process
+
+
+def test_a_compiled_stage_takes_any_length(monkeypatch):
+    # All of torch.compile but the last step, the generated C++, which takes a minute.
+    compiled = partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", compiled)
+    torch._dynamo.reset()
+    assert trained("chain", Way("1f1b", options={"compile": True}))["updates"] == 3
+
+
+# What is refused
 
 
 def refused(batches: list[Any], model: nn.Module | None = None, **options: Any) -> str:

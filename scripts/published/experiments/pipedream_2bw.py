@@ -119,7 +119,8 @@ def learned(model: str, timed: Race, runs: Mapping[str, Any]) -> Iterator[Findin
     for name, gain in speed.here.items():
         yield Check.of(f"{model}, {name}: a batch", NOT, (GAIN, inf), gain, How.RUN, unit=" x 1f1b's speed")
         for other, theirs in OVER.items():
-            what, faster = f"{model}, {name}: faster than {other}", timed.ratio(name, other)
+            what, faster = f"{model}, {name}: a batch faster than {other}'s", timed.ratio(name, other)
+            theirs = theirs if name == ASYNCHRONOUS[1] else NOT  # of 2BW alone
             yield Check.of(what, theirs, (1 + TIE, inf), faster, How.RUN, unit=" x its speed")
     for unit, cost in (("updates", dict.fromkeys(batch_s, 1.0)), ("s", batch_s)):
         values = {
@@ -128,7 +129,13 @@ def learned(model: str, timed: Race, runs: Mapping[str, Any]) -> Iterator[Findin
             ]
             for name in batch_s
         }
-        yield Series.measured(model, f"to a test loss of {target:.3g}", "", values, unit=unit)
+        taken = Series.measured(model, f"to a test loss of {target:.3g}", "", values, unit=unit)
+        yield taken
+        for name in ASYNCHRONOUS if unit == "s" else ():
+            less = taken.here[name] / taken.here[GPIPE]
+            yield Check.of(
+                f"{model}, {name}: time to the loss", NOT, (0, 1), less, How.RUN, unit=" of gpipe's"
+            )
     for axis, each in (("updates", dict.fromkeys(curves, 1.0)), ("seconds", batch_s)):
         lines = [learning(name, seeds, batches * each[name]) for name, seeds in curves.items()]
         yield Chart(f"{model}: test loss", axis, "test loss", lines)

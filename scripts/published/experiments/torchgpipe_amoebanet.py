@@ -148,6 +148,6 @@ def sizes(full: Mapping[int, Any]) -> Iterator[Finding]:
 
 def grows(what: str, theirs: Mapping[int, float], gains: Mapping[int, float], how: How) -> Check:
     """Check that speed grows with the keys, by more than two runs of the same contestant differ."""
-    says, published = (" ".join(f"{gain:.2f}" for gain in of.values()) for of in (gains, theirs))
+    says, published = (", ".join(f"{gain:.2f} at {n}" for n, gain in of.items()) for of in (gains, theirs))
     rises = all(less * (1 + TIE) < more for less, more in pairwise(gains.values()))
     return Check(what, published, f"{TIE:.0%} over the one before", says, rises, how)

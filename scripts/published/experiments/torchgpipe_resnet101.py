@@ -181,7 +181,9 @@ def show(results: Results) -> Iterator[Finding]:
         yield under(what, gain, bounds[n], How.RUN)
     one, (least, most) = measured.here[1], measured.spread[1]
     here, good = f"{one:.3f}, {least:.3f} to {most:.3f}", LEAST <= one <= MOST and most < 1
-    yield Check("pipeline-1, of naive-1", ".75", f"{LEAST} to {MOST}, never above 1", here, good, How.RUN)
+    yield Check(
+        "pipeline-1, of naive-1", "0.756 (0.0.3)", f"{LEAST} to {MOST}, never above 1", here, good, How.RUN
+    )
     yield Series.measured("", WHOLE, "", {"speed": race.ratios(WHOLE, NAIVE)}, unit=unit)
     yield from held_against(race, {f"pipeline-{n}": f"torchgpipe-{n}" for n in RANKS})
     lines += [measured.line(f"run, m = {M}"), bound_line(RECORD_OF[NEW])]
