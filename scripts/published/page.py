@@ -289,7 +289,7 @@ def markdown(sections: Sequence[Section], missing: Mapping[str, str], folder: st
         "numbers are of other machines: what must come back is the shape. A line of a verdict may have "
         "several cases, of many those that failed. What was run, what is only planned, and what is "
         "arithmetic, such as a count of parameters, is counted apart; in the brackets are those lines that "
-        "hold something published, and the others are checks of our own. Every line, with spreads and bounds: "
+        "hold something published, the others are checks of our own. Every line, with spreads and bounds: "
         f"[{REPORT}]({Path(folder, REPORT).as_posix()}).",
         *shared,
         markdown_table([all_of_them.head, *all_of_them.lines], WORDS).rstrip(),
