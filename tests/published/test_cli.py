@@ -135,7 +135,7 @@ def test_the_page_says_what_came_back_and_what_did_not(tmp_path: Path) -> None:
     assert [*map(section.came_back, page.KINDS)] == [
         "0 of 1 (0 of 1)",
         "1 of 2 (1 of 2)",
-        "0 of 0, 1 not tried (-)",
+        "0 of 0, 1 not tried (0 of 0, 1 not tried)",
     ]
     assert section.failed == [
         "doubling: it is 4: must be the same, here 5",
