@@ -91,8 +91,8 @@ class Sampled:
 
     def size(self, batch: Sequence[Tensor]) -> Size:
         """Return the size of a batch, of the sample ids of its microbatches."""
-        ids = torch.cat([*batch])
-        return Size(len(ids), self.split.lengths(ids) if isinstance(self.split, Padded) else ())
+        lengths = self.split.lengths(torch.cat([*batch])) if isinstance(self.split, Padded) else ()
+        return Size(sum(map(len, batch)), lengths)
 
     def at(self, size: Size) -> Split:
         """Return the samples as they are in a batch of this size."""

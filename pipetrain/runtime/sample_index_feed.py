@@ -74,14 +74,14 @@ class SampleIndexBatches:
         self._samples, self._task, self._draw = samples, task, samples.draw(epoch)
         self._announced = self._opened = 0
         window = plan.settings.window if plan.draft.reads_late else 1
-        numbers = turns([*map(len, self._batches)], window if samples.sampler else None, done)
-        mbs = ((batch, ids) for batch in self._batches for ids in batch)
-        ranks, rank = plan.placement[0], groups.world.rank
-        local_mbs = [
-            (samples.at(samples.size(batch)), ids)
-            for (batch, ids), number in zip(mbs, numbers, strict=True)
-            if ranks[number % len(ranks)] == rank
-        ]
+        numbers = iter(turns([*map(len, self._batches)], window if samples.sampler else None, done))
+        ranks, local_mbs = plan.placement[0], list[tuple[Split, Tensor]]()
+        for batch in self._batches:
+            local_ids = [ids for ids in batch if ranks[next(numbers) % len(ranks)] == groups.world.rank]
+            if local_ids:
+                split = samples.at(samples.size(batch))
+                local_mbs += [(split, ids) for ids in local_ids]
+        self._form = samples.form
         self._inputs: Iterator[Value] = iter(())
         if local_mbs:
             read = partial(_inputs, draw=self._draw)
@@ -96,8 +96,8 @@ class SampleIndexBatches:
         batches = self._batches[self._opened :][: len(part.sizes)]
         self._opened += len(batches)
         feed = SampleIndexFeed(part, self, batches)
-        if form := self._samples.form:
-            feed.forms = form.inputs, form.targets
+        if self._form is not None:
+            feed.forms = self._form.inputs, self._form.targets
         return feed
 
     def next_inputs(self) -> Value:
