@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipetrain.data.loader_facts import has_length
 from pipetrain.errors import TrainingStopped
+from pipetrain.model.network import Limits
 from pipetrain.model.specs import Size, TensorSpec, Value, ValueSpec, as_tuple, on_each
 
 Pair = tuple[Value, Value]
@@ -69,10 +70,11 @@ class Form:
     targets: ValueSpec
 
     @classmethod
-    def of(cls, first: Pair, second: Pair | None = None, some: bool = False) -> Form:
+    def of(cls, first: Pair, second: Pair | None = None, lengths: int = 0) -> Form:
         """Return the form of batches: a dimension that differs between the two is a length.
 
-        Equal dimensions share one. `some`: where none differs, the first one of the inputs does.
+        Equal dimensions share one. `lengths`: how many there are, if more may differ: then one is the first
+        dimension of the inputs, and several are the last ones. Raises BadBatch if there are not so many.
         """
         halves = [ValueSpec.in_batch(half) for half in first]
         beside = [ValueSpec.in_batch(half) for half in second] if second else halves
@@ -81,14 +83,19 @@ class Form:
         both = [[*zip(a.specs, b.specs, strict=True)] for a, b in zip(halves, beside, strict=True)]
         pairs = [pair for of in both for a, b in of for pair in zip(a.shape, b.shape, strict=True)]
         differ = dict.fromkeys(pair for pair in pairs if pair[0] != pair[1])
-        if some and not differ and halves[0].specs[0].shape:
-            differ = {pairs[0]: None}
+        inputs, last = pairs[: len(halves[0].specs[0].shape)], list[tuple[int, int]]()
+        if lengths > len(differ) and (inputs or lengths > 1):
+            if len(inputs) < lengths:
+                raise BadBatch(f"max_length has {lengths} numbers, and a sample is {halves[0]}: give fewer")
+            differ, last = ({inputs[0]: None}, []) if lengths == 1 else ({}, inputs[-lengths:])
         number = {pair: -1 - n for n, pair in enumerate(differ)}
 
         def marked(a: TensorSpec, b: TensorSpec) -> TensorSpec:
-            return replace(
-                a, shape=tuple(number.get(pair, pair[0]) for pair in zip(a.shape, b.shape, strict=True))
-            )
+            both = [*zip(a.shape, b.shape, strict=True)]
+            shape = [number.get(pair, pair[0]) for pair in both]
+            if last and both[-lengths:] == last:
+                shape[-lengths:] = range(-1, -1 - lengths, -1)
+            return replace(a, shape=tuple(shape))
 
         return cls(
             *(
@@ -126,8 +133,16 @@ class Form:
             if (other_spec := ValueSpec.in_batch(value)) != spec.at(lengths):
                 raise BadBatch(
                     f"{what} has {name} {other_spec} a sample, and those of the first batch were {spec}: "
-                    f"let all batches have one shape and dtype, or give max_length=, the longest that comes"
+                    f"let all batches have one shape and dtype, or give max_length=, the largest of each "
+                    f"dimension that differs"
                 )
+
+
+def refuse_outside(size: Size, limits: Sequence[Limits], what: str) -> None:
+    """Refuse a batch that the model cannot take: `limits` of each length. Raises BadBatch."""
+    for actual, (low, high) in zip(size.lengths, limits, strict=False):
+        if not low <= actual <= high:
+            raise BadBatch(f"{what} has {size}, and the model takes {low:g} to {high:g}: cut or pad it")
 
 
 def _alike(one: ValueSpec, other: ValueSpec) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from pipetrain.data.batch import BadBatch, Form, NamedTargets, Pair, kind, pair, unlabelled
+from pipetrain.data.batch import BadBatch, Form, NamedTargets, Pair, kind, pair, refuse_outside, unlabelled
 from pipetrain.data.loader_facts import has_length, known_sizes, share_in
 from pipetrain.errors import ConfigError
 from pipetrain.model.network import Limits
@@ -197,7 +197,12 @@ class Reader:
                 pass
             except Exception as error:  # the loader's, after the first batch is trained
                 self._begun.append(error)
-        form = Form.of(first, second, bool(self.longest))
+        form = Form.of(first, second, len(self.longest))
+        if 1 < len(self.longest) < form.lengths:
+            raise ConfigError(
+                f"max_length has {len(self.longest)} numbers, and the first two batches differ in "
+                f"{form.lengths} dimensions: give one number for all, or {form.lengths}"
+            )
         lengths = [form.size(*batch).lengths for batch in (first, second or first)]
         self.largest = tuple(map(max, *lengths))
         if self.longest:
@@ -213,9 +218,7 @@ class Reader:
                 raise BadBatch(
                     f"{what} has {size}, and max_length={most}: cut what is longer, or give a larger one"
                 )
-        for actual, (low, high) in zip(size.lengths, self.limits, strict=False):
-            if not low <= actual <= high:
-                raise BadBatch(f"{what} has {size}, and the model takes {low:g} to {high:g}: cut or pad it")
+        refuse_outside(size, self.limits, what)
 
     def _begin(self) -> None:
         if self._batches is None:

@@ -41,13 +41,13 @@ class Rehearsal:
     """What an engine needs to rehearse, and what it has rehearsed.
 
     `loopback`: makes the mailbox of training (True) or of evaluation. `meet`: returns when all ranks have
-    called it; with True, where norms are summed, it also connects the ranks of that sum. `after_first`:
-    called after the first rehearsal of training, to capture CUDA graphs.
+    called it; with True, where norms are summed, it also connects the ranks of that sum. `capture`: captures
+    the CUDA graphs that are due.
     """
 
     loopback: Callable[[bool], Mailbox]
     meet: Callable[[bool], None]
-    after_first: Callable[[], None] = lambda: None
+    capture: Callable[[], None] = lambda: None
     rehearsed: set[tuple[bool, Size]] = field(default_factory=set)
     """(training or evaluation, size of a microbatch)"""
 
@@ -57,18 +57,18 @@ class Rehearsal:
         """Run with made-up messages for each new size of the window's microbatches, and put all back."""
         sizes = {(training, feed.size(mb)) for mb in range(microbatches)}
         new = sorted(size for _, size in sizes - self.rehearsed)
-        if not new:
-            return
-        # At the second time of a size the optimizer has its state.
-        examples = [resized_feed(feed, size) for size in new for _ in range(2)]
-        first = training and not any(trained for trained, _ in self.rehearsed)
-        with state_restored(stages, training, first):
-            norms = [run_window(example, self.loopback(training)) for example in examples]
-        if first:
+        if new:
+            # At the second time of a size the optimizer has its state.
+            examples = [resized_feed(feed, size) for size in new for _ in range(2)]
+            first = training and not any(trained for trained, _ in self.rehearsed)
+            with state_restored(stages, training, first):
+                norms = [run_window(example, self.loopback(training)) for example in examples]
+        if any(stage.capture_due for stage in stages):
             with attributes_restored(stages):
-                self.after_first()
-        self.meet(any(norms))
-        self.rehearsed |= sizes
+                self.capture()
+        if new:
+            self.meet(any(norms))
+            self.rehearsed |= sizes
 
 
 class LoopbackChannel(Channel):

@@ -12,9 +12,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from pipetrain.data.batch import refuse_outside
 from pipetrain.data.sampling import Sampled, loaded
 from pipetrain.data.splits import Draw, Split
 from pipetrain.errors import TrainingStopped
+from pipetrain.model.network import Limits
 from pipetrain.model.specs import Size, Value
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.comm.process_groups import ProcessGroups
@@ -63,16 +65,24 @@ class SampleIndexBatches:
     """The batches of an epoch in which something counts, after the first `done`. All ranks make it.
 
     Each rank loads the inputs of all its microbatches ahead, and reads targets when they are needed.
+    `limits`: of each length, that the model takes.
     """
 
     evaluated_at_once: int | None = None
 
     def __init__(
-        self, samples: Sampled, task: Task, groups: ProcessGroups, plan: Plan, epoch: int = 0, done: int = 0
+        self,
+        samples: Sampled,
+        task: Task,
+        groups: ProcessGroups,
+        plan: Plan,
+        epoch: int = 0,
+        done: int = 0,
+        limits: Sequence[Limits] = (),
     ) -> None:
         self._batches = batches_that_count(samples, epoch, task, groups, plan.firsts[-1])[done:]
         self._samples, self._task, self._draw = samples, task, samples.draw(epoch)
-        self._announced = self._opened = 0
+        self._first, self._announced, self._opened, self._limits = done, 0, 0, limits
         window = plan.settings.window if plan.draft.reads_late else 1
         numbers = iter(turns([*map(len, self._batches)], window if samples.sampler else None, done))
         ranks, local_mbs = plan.placement[0], list[tuple[Split, Tensor]]()
@@ -88,9 +98,11 @@ class SampleIndexBatches:
             self._inputs = loaded(read, local_mbs, samples.workers, samples.timeout)
 
     def next(self, window: int | None) -> list[Size]:
-        batches = self._batches[self._announced :][:window]
-        self._announced += len(batches)
-        return [*map(self._samples.size, batches)]
+        sizes = [*map(self._samples.size, self._batches[self._announced :][:window])]
+        for number, size in enumerate(sizes, self._first + self._announced):
+            refuse_outside(size, self._limits, f"batch {number}")
+        self._announced += len(sizes)
+        return sizes
 
     def open(self, part: WindowPart) -> WindowFeed:
         batches = self._batches[self._opened :][: len(part.sizes)]

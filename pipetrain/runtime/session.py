@@ -92,7 +92,7 @@ class Session:
             self._whole_model.restore_stages()
         self._copy_shared_weights()
         self._buffer_averager.before_window()
-        measured = hooks.memory and not any(stage.captured for stage in self.stages.values())
+        measured = hooks.memory and not any(stage.shapes_captured for stage in self.stages.values())
         meter = Meter(self.stages, self._groups.device) if measured else None
         with self._feed(sizes, batches, order) as feed:
             row = self.engine.train(order, feed, hooks.progress, meter, hooks.times)
@@ -184,34 +184,38 @@ def make_engine(
         ties = dict.fromkeys([ALL, *plan.ties])
         return mailbox(LoopbackChannel(dict.fromkeys(plan.links), *options, ties), training)
 
-    uncaptured: list[str] = []  # why stages of this rank are
+    requested = plan.settings.cuda_graphs
+    uncaptured = [*filter(None, map(plan.not_captured, stages if requested else ()))]  # why
+
+    said: list[str] = []
+
+    def say_one(reasons: Sequence[str]) -> None:
+        if reasons and not said and not rank:
+            log.info("pipetrain: not all passes are CUDA graphs (cuda_graphs=auto): %s", reasons[0])
+            said.append(reasons[0])
 
     def meet(norms: bool) -> None:
         if norms and groups.world.size > 1:
             channel.all_reduce(ALL, torch.zeros(plan.stages, dtype=torch.float64))
             channel.reduced(ALL)
-        reasons = [*chain.from_iterable(groups.gather("the rehearsal", uncaptured))]
+        say_one([*chain.from_iterable(groups.gather("the rehearsal", uncaptured))])
         uncaptured.clear()
-        if reasons and not groups.world.rank:
-            log.info("pipetrain: not all passes are CUDA graphs (cuda_graphs=auto): %s", reasons[0])
 
     def capture() -> None:
-        requested, room = plan.settings.cuda_graphs, gpu_bytes(groups.device.type, groups.ranks_on_gpu)
-        planned_bytes = peaks_by_rank(plan.memory())[rank] if requested and room else 0
-        for index, stage in stages.items() if requested else ():
-            reason, graphs = plan.not_captured(index), plan.graph_bytes(index)
-            if isinstance(stage, GraphedStage):
-                reason = ""
-                if room and requested is not True:
-                    reason = no_room_sentence(graphs, planned_bytes, room)
-                reason = stage.capture(bounds[index].activations, bounds[index].versions, reason)
-                if reason and requested is True:
-                    finding = f"the passes of stage {index} cannot be captured"
-                    raise ConfigError(f"cuda_graphs: {finding}: {reason}; leave cuda_graphs out")
-            if reason:
-                uncaptured.append(reason)
-            else:
-                planned_bytes += graphs
+        room = gpu_bytes(groups.device.type, groups.ranks_on_gpu) if requested is not True else None
+        graphed = {index: stage for index, stage in stages.items() if isinstance(stage, GraphedStage)}
+        for index, stage in graphed.items():
+            reason = ""
+            if room and stage.capture_due:
+                held = sum(plan.graph_bytes(n) * graphed[n].shapes_captured for n in graphed)
+                held += peaks_by_rank(plan.memory())[rank]
+                reason = no_room_sentence(plan.graph_bytes(index), held, room)
+            reason = stage.capture(bounds[index].activations, bounds[index].versions, reason)
+            if reason and requested is True and not stage.shapes_captured:
+                finding = f"the passes of stage {index} cannot be captured"
+                raise ConfigError(f"cuda_graphs: {finding}: {reason}; leave cuda_graphs out")
+            uncaptured.extend([reason] if reason else [])
+        say_one(uncaptured)  # those of other ranks when these meet
 
     return Engine(
         stages,

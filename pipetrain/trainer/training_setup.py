@@ -182,7 +182,8 @@ class Training:
         """
         self.refuse_ended()
         if isinstance(source, Sampled):
-            return SampleIndexBatches(source, self.request.task, self.groups, self.begun.plan, epoch, done)
+            plan = self.begun.plan
+            return SampleIndexBatches(source, self.request.task, self.groups, plan, epoch, done, self._limits)
         form = self._form
         if form is not None and not labelled:
             form = replace(form, targets=ValueSpec((TensorSpec((), torch.float32),)))

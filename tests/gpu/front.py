@@ -185,6 +185,8 @@ def pipeline(setting: Setting) -> Iterator[Row]:
         ("normed", Way("1f1b", 2, options=device)),
         ("tuples", Way("interleaved_1f1b", 4, window, options=device)),
         ("mlp", Way("1f1b", options={**device, "param_groups": GROUPS})),
+        ("gpt, lengths", Way("1f1b", 2, options=device)),
+        ("gpt, lengths", Way("pipedream", 2, options=device)),
         ("gpt", Way("pipedream", 2, options=clipped)),
         *(("unet", Way(name, window=window, options=device)) for name in ("1f1b", "pipedream", "zbv")),
     ]

@@ -27,7 +27,9 @@ from pipetrain.runtime.comm import gradient_buckets as buckets
 from pipetrain.runtime.comm.collectives import World
 from pipetrain.runtime.loader_feed import LoaderBatches
 from pipetrain.runtime.microbatch_feed import FeedSettings, WindowPart
+from pipetrain.runtime.stage import cuda_graphs
 from pipetrain.runtime.stage.buffers import Buffers
+from pipetrain.runtime.stage.cuda_graphs import GraphedStage
 from pipetrain.schedule.actions import UPDATE
 from pipetrain.tasks import Regression
 from tests.support.cases import SCHEDULES, Case, Ran, compare, make_run
@@ -189,6 +191,21 @@ def test_cuda_graphs_replay_what_single_launches_do(schedule):
     words = (*FLOATS, "window=2", "clip_grad_norm=0.1")
     single, graphs = (equal_the_cpu(case(schedule, *words, *more)) for more in ((), ("cuda_graphs=true",)))
     assert of_passes(graphs) < of_passes(single) / 2  # a replay is none
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "zb_h1"])
+def test_cuda_graphs_of_two_sizes_share_the_memory_of_slots_and_weight_versions(schedule, monkeypatch):
+    captured, capture = set[Any](), GraphedStage._capture
+
+    def capturing(self: GraphedStage, shape: Any, *more: Any) -> str:
+        captured.add((self.index, shape))
+        return capture(self, shape, *more)
+
+    monkeypatch.setattr(cuda_graphs, "OFTEN", 1)
+    monkeypatch.setattr(GraphedStage, "_capture", capturing)
+    words = (*FLOATS[1:], "epochs=3", "window=2", "cuda_graphs=true")
+    equal_the_cpu(case(schedule, *words, samples=44))
+    assert len(captured) == 4  # of two stages
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
@@ -366,6 +383,31 @@ def test_a_program_gets_the_same_numbers_from_a_gpu_and_in_host_memory(program, 
         assert not any(is_tagged(t) for t in tree_leaves(seen) if isinstance(t, Tensor))
     torch.testing.assert_close(seen, plain, rtol=0, atol=0)
     assert gpu.waits == {}
+
+
+def often(device: str, schedule: str) -> tuple[list[Any], list[int]]:
+    """Train on three lengths, one of which comes once; return the numbers and how many are captured."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = [3, 5, 3, 5, 7, 5, 3, 5, 3]
+    data = [tuple(torch.randn(8, of, n, generator=generator) for n in (6, 4)) for of in lengths]
+    with pipeline(device, loss=squares, schedule=schedule, max_length=7, clip_grad_norm=0.1) as pipe:
+        numbers = [list(pipe.train(data, window=2)), pipe.evaluate(data), pipe.state_dict()]
+        return numbers, [stage.shapes_captured for stage in pipe._training.session.stages.values()]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "pipedream"])
+@pytest.mark.parametrize("most", [8, 1])
+def test_lengths_that_come_often_are_captured_up_to_a_bound(schedule, most, monkeypatch, caplog):
+    monkeypatch.setattr(cuda_graphs, "OFTEN", 3)
+    monkeypatch.setattr(cuda_graphs, "MAX_SHAPES", most)
+    plain, _ = often("cpu", schedule)
+    with alone() as gpu, caplog.at_level("INFO", "pipetrain"):
+        numbers, shapes = often("cuda", schedule)
+    torch.testing.assert_close(numbers, plain, rtol=0, atol=0)
+    assert gpu.waits == {}
+    assert set(shapes) == {min(2, most)}
+    lines = [message for message in caplog.messages if "more than 1 shapes" in message]
+    assert len(lines) == (most == 1)
 
 
 def masked(outputs: Tensor, targets: Any) -> Tensor:

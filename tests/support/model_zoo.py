@@ -6,6 +6,7 @@ Hugging Face's are tiny and have random weights; `of`: the module transformers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipetrain.model.specs import Value, as_tuple
+from pipetrain.model.specs import Value, as_tuple, on_each
 from pipetrain.models import unet
 from pipetrain.tasks import Classification, LanguageModelling, Segmentation, Task
 from tests.support.parity import Subject, cut_batches
@@ -114,6 +115,22 @@ def gpt() -> Subject:
     for row, targets in enumerate(y):
         targets[row * row % 8 :] = PADDED
     return subject(model, x, y, LanguageModelling(), whole=True)
+
+
+LENGTHS = (7, 4, 6)  # of each batch
+
+
+def of_lengths(make: Callable[[], Subject]) -> Subject:
+    """Cut each batch of texts to a length of its own, or of images to a height and a width."""
+
+    def cut(length: int, value: Value) -> Value:
+        return on_each(value, lambda t: t[..., : 2 * length, : 16 - length] if t.dim() > 2 else t[:, :length])
+
+    whole = make()
+    pairs = zip(LENGTHS, whole.batches, strict=True)
+    return replace(
+        whole, batches=[(cut(n, x), cut(n, y) if as_tuple(y)[0].dim() > 1 else y) for n, (x, y) in pairs]
+    )
 
 
 class Mixing(nn.Module):
@@ -331,9 +348,15 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "branches with dropout": partial(branches, 0.3),
     "encoder": encoder,
     "unet": u_net,
+    "llama, lengths": partial(
+        of_lengths, partial(text, tiny_llama, num_hidden_layers=1, num_key_value_heads=1)
+    ),
+    "bert, lengths": partial(of_lengths, partial(bert, **NO_DROPOUT)),
+    "resnet, lengths": partial(of_lengths, partial(images, tiny_resnet, depths=[1, 1], embedding_size=4)),
     "mlp": lambda: classified(mlp(), whole=True),
     "normed": lambda: classified(normed()),
     "gpt": gpt,
+    "gpt, lengths": partial(of_lengths, gpt),
     "tuples": tuples,
     "factory": lambda: classified(scaled(), factory=scaled),
     "traced factory": lambda: classified(ways(), factory=ways),

@@ -40,6 +40,9 @@ WAYS: dict[str, tuple[Way, ...]] = {
     "branches with dropout": (Way("pipedream", ranks=3),),
     "encoder": (ALONE,),
     "unet": (FLUSH_3, STASH_2, VIRTUAL),
+    "llama, lengths": (ALONE,),
+    "bert, lengths": (ALONE,),
+    "resnet, lengths": (Way("zb_h1", options={"recompute": "always"}),),
 }
 SMALL: dict[str, tuple[Way, ...]] = {
     "mlp": (
@@ -55,6 +58,7 @@ SMALL: dict[str, tuple[Way, ...]] = {
         Way("pipedream_2bw", 2, window=2, options=GROUPED),
     ),
     "gpt": (FLUSH, Way("zb_h1"), Way("zbv", 4), Way("pipedream", 2, options=CLIPPED)),
+    "gpt, lengths": (Way("zbv", 4), Way("pipedream", ranks=3), Way("pipedream_2bw", 2, window=3)),
     "tuples": (Way("pipedream", 2), VIRTUAL, Way("v_half", 4)),
     "factory": (FLUSH, Way("pipedream", 2, options={"ema": 0.6}, ranks=3)),
     "traced factory": (FLUSH,),

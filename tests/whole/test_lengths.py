@@ -125,12 +125,12 @@ class Convolutions(nn.Module):
         return made
 
 
-def images(traced: bool = False) -> Subject:
+def images(sizes: Sizes = SIZES, traced: bool = False) -> Subject:
     """Images of several heights and widths, whose outputs' sizes are rounded down."""
     convolutions = [nn.Conv2d(2, 6, 3, stride=2), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 2, stride=2)]
     layers = [*convolutions, nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4)]
     batches = [
-        (torch.randn(n, 2, 8 + more, 20 - more, dtype=DOUBLE), torch.randint(4, (n,))) for n, more in SIZES
+        (torch.randn(n, 2, 8 + more, 20 - more, dtype=DOUBLE), torch.randint(4, (n,))) for n, more in sizes
     ]
     model = (Convolutions if traced else nn.Sequential)(*layers)
     return Subject(model.to(DOUBLE), batches, Classification())
@@ -175,8 +175,8 @@ def test_trains_as_one_process(ranks, three, name):
         assert first["updates"] == 3
 
 
-OPEN = {"max_length": MOST}
-SOME = [OPEN | more for more in ({}, {"recompute": "always"}, {"clip_grad_norm": 0.05}, {"ema": 0.6})]
+OPEN: dict[str, Any] = {"chain": MOST, "tied": MOST, "images": [8 + MOST, 20]}  # their largest lengths
+SOME: list[dict[str, Any]] = [{}, {"recompute": "always"}, {"clip_grad_norm": 0.05}, {"ema": 0.6}]
 
 
 @settings(
@@ -187,7 +187,7 @@ SOME = [OPEN | more for more in ({}, {"recompute": "always"}, {"clip_grad_norm":
     suppress_health_check=list(HealthCheck),
 )
 @given(
-    st.sampled_from(["chain", "tied"]),
+    st.sampled_from(["chain", "tied", "images"]),
     st.sampled_from(
         ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "v_half", "pipedream", "pipedream_2bw"]
     ),
@@ -196,7 +196,8 @@ SOME = [OPEN | more for more in ({}, {"recompute": "always"}, {"clip_grad_norm":
     st.lists(st.tuples(st.integers(4, 9), st.integers(1, MOST)), min_size=2, max_size=4),
 )
 def test_any_lengths_train_as_one_process(ranks, name, schedule, microbatches, options, sizes):
-    first, second = ranks(trained, name, Way(schedule, microbatches, options=options), sizes)
+    way = Way(schedule, microbatches, options={"max_length": OPEN[name]} | options)
+    first, second = ranks(trained, name, way, sizes)
     assert first == second
 
 
@@ -297,9 +298,9 @@ def test_a_compiled_stage_takes_any_length(monkeypatch):
 # What is refused
 
 
-def refused(batches: list[Any], model: nn.Module | None = None, **options: Any) -> str:
-    layers = Embedding(), nn.Linear(WIDTH, VOCABULARY)
-    subject = (model or nn.Sequential(*layers)), LanguageModelling(), parity.MOMENTUM
+def refused(batches: list[Any], model: nn.Module | None = None, task: Any = None, **options: Any) -> str:
+    model = model or nn.Sequential(Embedding(), nn.Linear(WIDTH, VOCABULARY))
+    subject = model, task or LanguageModelling(), parity.MOMENTUM
     with Pipeline(*subject, microbatches=2, device="cpu", threads=1, **options) as pipe:
         with pytest.raises((BadBatch, ConfigError)) as error:
             list(pipe.train(batches))
@@ -321,9 +322,53 @@ def test_a_length_above_the_largest_and_one_of_0_are_refused():
 
 def test_other_lengths_than_those_of_the_first_batches_need_max_length():
     """A loader that is no list and no DataLoader may wait for what the first batch trains."""
-    said = "let all batches have one shape and dtype, or give max_length=, the longest that comes"
+    said = "one shape and dtype, or give max_length=, the largest of each dimension that differs"
     assert refused(of_length(5, 5, 6)).endswith(said)
     assert refused(of for of in of_length(5, 6)).endswith(said)
+
+
+def of_images(*sizes: tuple[int, int]) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.zeros(4, 2, *size), torch.zeros(4, dtype=torch.int64)) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "max_length", "said"),
+    [
+        (
+            [(9, 9), (9, 8)],
+            [9, 9, 9, 9],
+            "max_length has 4 numbers, and a sample is float32[2, 9, 9]: give fewer",
+        ),
+        (
+            [(9, 9), (8, 7), (9, 10)],
+            [9, 9],
+            "batch 2 has 4 samples of length 9 x 10, and max_length=9: cut what",
+        ),
+        (
+            [(9, 9), (9, 9), (10, 9)],
+            [9, 9],
+            "batch 2 has 4 samples of length 10 x 9, and max_length=9: cut what",
+        ),
+        (
+            [(9, 9), (8, 9), (9, 8)],
+            9,
+            "and those of the first batch were float32[2, length 1, 9]: let all batches",
+        ),
+    ],
+)
+def test_a_number_for_each_dimension_that_differs_or_one_for_all(sizes, max_length, said):
+    """Where the first two batches do not show them, two numbers are of the last two dimensions."""
+    layers = [nn.Conv2d(2, 6, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4)]
+    model = nn.Sequential(*layers)
+    assert said in refused(of_images(*sizes), model, Classification(), max_length=max_length)
+
+
+def test_too_few_numbers_are_refused():
+    batches = [(torch.zeros(4, *of), torch.zeros(4, dtype=torch.int64)) for of in ((2, 9, 9), (3, 8, 7))]
+    assert refused(batches, max_length=[9, 9]) == (
+        "max_length has 2 numbers, and the first two batches differ in 3 dimensions: give one number for "
+        "all, or 3"
+    )
 
 
 def test_a_layer_that_cannot_take_the_largest_length_is_named():

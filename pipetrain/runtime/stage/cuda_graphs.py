@@ -4,15 +4,21 @@ The plan bounds the microbatches in flight, each in a slot, and the weight versi
 and each version's storage, the forward and the backward of a microbatch are captured once and then replayed:
 inputs, targets and gradients are copied to where the graphs expect them.
 
+A graph is of microbatches of one shape. The first shape is captured before the first window, and between
+windows others that come often, as some lengths of padded texts do, `MAX_SHAPES` in all. The rest runs without
+graphs.
+
 What a pass allocates and a later pass of its microbatch needs is in the memory pool of its slot: what a
 forward saves, and what the first half of a split backward leaves. A slot has one open microbatch at a time,
-so its passes of all versions share pool, inputs, targets and outputs. What the last pass of a microbatch
-allocates is not needed afterwards, so the last passes of all slots share one pool. The returned gradients are
-copied, within the graph, to one place for all slots, and from there before another pass is replayed.
+so its passes of all versions and shapes share the pool, and those of all versions inputs, targets and
+outputs. What the last pass of a microbatch allocates is not needed afterwards, so the last passes of all
+slots share one pool. The returned gradients are copied, within the graph, to one place for all slots, and
+from there before another pass is replayed.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -35,8 +41,26 @@ from pipetrain.runtime.stage.parameter_store import ParameterStore
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.schedule.actions import Predicted, Read
 
+MAX_SHAPES = 8
+"""The most shapes of microbatches whose passes are captured."""
+
+OFTEN = 32
+"""How many microbatches of a shape run without graphs before it is captured."""
+
+OFTEN_SHARE = 1 / 16
+"""The least share that these must be of all that ran without."""
+
 _CAPTURED_MB = -1  # the microbatch of a pass that is captured
 Example = tuple[Tensors, Target | None, Saving]  # a microbatch's inputs, target, and what it saves
+Shape = tuple[Any, ...]  # shapes and dtypes of a microbatch's inputs and target, and what it saves
+
+
+def _shape(x: Tensors, target: Target | None, saving: Saving) -> Shape:
+    return saving, *[(t.shape, t.dtype) for t in (*x, *_tensors(target))]
+
+
+def _tensors(target: Target | None) -> Tensors:
+    return as_tuple(target.value) if target is not None else ()
 
 
 @dataclass(slots=True)
@@ -44,22 +68,24 @@ class GraphMemory:
     """A pool of graphs that may overwrite each other's memory, and tensors that they share."""
 
     pool: Any
-    tensors: dict[str, Tensors] = field(default_factory=dict)
+    tensors: dict[Any, Tensors] = field(default_factory=dict)
 
     def place(self, name: str, like: Tensors) -> Tensors:
-        """Return the place of tensors with this name; `like`: of the same shapes."""
-        if name not in self.tensors:
-            self.tensors[name] = tuple(torch.empty_like(t, requires_grad=False) for t in like)
-        return self.tensors[name]
+        """Return the place of tensors with this name and the shapes of `like`."""
+        key = name, *[(t.shape, t.dtype) for t in like]
+        if key not in self.tensors:
+            self.tensors[key] = tuple(torch.empty_like(t, requires_grad=False) for t in like)
+        return self.tensors[key]
 
     def copied(self, name: str, tensors: Tensors) -> Tensors:
-        _copy(self.place(name, tensors), tensors)
-        return self.tensors[name]
+        place = self.place(name, tensors)
+        _copy(place, tensors)
+        return place
 
 
 @dataclass(slots=True)
 class CapturedPass:
-    """A microbatch's forward and backward, captured for one slot's memory and one version's storage.
+    """A microbatch's forward and backward, captured for one slot's memory, version's storage and shape.
 
     `recorded`: what the last stage counts, overwritten by each replay.
     """
@@ -75,12 +101,6 @@ class CapturedPass:
     backward: Any
     weight: Any  # the second half of a split backward, else None
     saving: Saving
-
-    def fits(self, x: Tensors, target: Tensors, saving: Saving) -> bool:
-        if saving != self.saving:
-            return False
-        pairs = ((x, self.inputs), (target, self.target))
-        return all([(t.shape, t.dtype) for t in a] == [(t.shape, t.dtype) for t in b] for a, b in pairs)
 
     def counted(self, target: Target | None) -> Counted | None:
         """Return a copy of what the last stage counts."""
@@ -172,38 +192,51 @@ def _address(storage: Iterable[Tensor]) -> int:
     return next((t.data_ptr() for t in storage), 0)
 
 
+@dataclass(slots=True)
+class Graphs:
+    """What a stage has captured.
+
+    `leaves`: of each weight version, by its storage. `attributes`: of layers and task at the first capture.
+    `shared`: the memory of last passes. `passes`: by slot, storage and shape.
+    """
+
+    leaves: dict[int, dict[str, nn.Parameter]]
+    attributes: Held
+    shared: GraphMemory
+    memories: list[GraphMemory]  # by slot
+    passes: dict[tuple[int, int, Shape], CapturedPass] = field(default_factory=dict)
+
+    @property
+    def shapes(self) -> int:
+        return len({shape for *_, shape in self.passes})
+
+
 class GraphedStage(Stage):
-    """A stage whose passes are captured after a rehearsal, and replayed for microbatches of equal shapes."""
+    """A stage whose passes are captured between windows, and replayed for microbatches of equal shapes."""
 
     store: FixedStore
     _store = FixedStore
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self._graphs: Graphs | None = None
         self._free_slots: list[int] = []
-        # By slot, and by the storage of a weight version.
-        self._passes: dict[tuple[int, int], CapturedPass] = {}
-        # The last microbatch before `capture`, in a list, as a rehearsal restores attributes; then None.
-        self._example: list[Example] | None = []
+        # To be captured next. It and the next two change in place, as a rehearsal restores attributes.
+        self._examples: dict[Shape, Example] = {}
+        self._ran_without = Counter[Shape]()  # microbatches, since the first capture
+        self._refused = set[Shape]()
         self._replayed: dict[int, CapturedPass] = {}
-        self._attributes_at_capture: Held | None = None
         self._replays = False  # in this window: a program may have changed attributes since
 
     def forward(
         self, mb: int, x: Tensors, read: Read, target: Target | None = None, saving: Saving = WHOLE
     ) -> Tensors:
         x = tuple(self.numerics.arrange(t.detach()) for t in x)
-        target_tensors = as_tuple(target.value) if target is not None else ()
-        observed = any(observer.needs_outputs() for observer in self.observers)
-        replays = self._replays and self._free_slots and not observed
-        captured = self._passes.get((self._free_slots[-1], self.store.storage(read))) if replays else None
-        weighs = target is None or target.weight
-        if captured is None or not captured.fits(x, target_tensors, saving) or not weighs:
-            if self.rehearses and self._example is not None:
-                self._example[:] = [(x, target, saving)]
+        captured = self._captured_passes(read, (x, target, saving))
+        if captured is None:
             return super().forward(mb, x, read, target, saving)
         self._free_slots.pop()
-        _copy((*captured.inputs, *captured.target), (*x, *target_tensors))
+        _copy((*captured.inputs, *captured.target), (*x, *_tensors(target)))
         opened = self._microbatches[mb] = Microbatch(mb, (), read, saving)
         with around(self.observers, opened):
             captured.forward.replay()
@@ -247,43 +280,84 @@ class GraphedStage(Stage):
         captured.backward.replay()
         return tuple(t.clone() for t in captured.back)  # another slot's backward overwrites it
 
+    def _captured_passes(self, read: Read, example: Example) -> CapturedPass | None:
+        """Return the passes of microbatches like this; if none, keep it where its shape is to be captured."""
+        shape, (_, target, _) = _shape(*example), example
+        if self._graphs is None:
+            if self.rehearses and not self._refused:
+                self._examples.clear()
+                self._examples[shape] = example
+            return None
+        observed = any(observer.needs_outputs() for observer in self.observers)
+        weighs = target is None or target.weight
+        if observed or not weighs or not self._replays or not self._free_slots:
+            return None
+        captured = self._graphs.passes.get((self._free_slots[-1], self.store.storage(read), shape))
+        if captured is None and not self.rehearses:
+            self._ran_without[shape] += 1
+            least = max(OFTEN, OFTEN_SHARE * self._ran_without.total())
+            if self._ran_without[shape] >= least and shape not in self._refused:
+                self._examples[shape] = example
+        return captured
+
     @property
-    def captured(self) -> bool:
-        return bool(self._passes)
+    def shapes_captured(self) -> int:
+        return self._graphs.shapes if self._graphs else 0
+
+    @property
+    def capture_due(self) -> bool:
+        return bool(self._examples)
 
     def capture(self, slots: int, versions: int, reason: str = "") -> str:
-        """Capture the passes of so many open microbatches and weight versions.
+        """Capture the passes of so many open microbatches and weight versions, of the shapes that are due.
 
-        If that is impossible, or not wanted (`reason`), return why and leave the stage unchanged.
+        If that is impossible, or not wanted (`reason`), return why; such a shape runs without graphs.
         """
-        example, self._example = self._example, None
-        assert example, f"stage {self.index} is captured once, after a rehearsal"
-        if reason:
-            return reason
-        before, generators = self._attributes(), RngSnapshot()
+        examples = self._examples.copy()
+        self._examples.clear()
+        for shape, example in examples.items():
+            if self.shapes_captured == MAX_SHAPES:
+                reason = f"microbatches have more than {MAX_SHAPES} shapes: pad them to fewer lengths"
+            reason = reason or self._capture(shape, example, slots, versions)
+            if reason:
+                self._refused.add(shape)
+        return reason
+
+    def _capture(self, shape: Shape, example: Example, slots: int, versions: int) -> str:
+        if self._graphs and self._graphs.attributes.changed():
+            return ""  # its graphs would do other things than those of the other shapes
+        before, generators, first = self._attributes(), RngSnapshot(), self._graphs is None
         hooks = [(m._forward_hooks, m._forward_pre_hooks, m._backward_hooks) for m in self.module.modules()]
-        shared, *slot_memories = [GraphMemory(torch.cuda.graph_pool_handle()) for _ in range(1 + slots)]
         observers, self.observers = self.observers, []  # in a pass on a GPU they look at nothing
+        reason, passes = "", dict[tuple[int, int, Shape], CapturedPass]()
         try:
             with torch.cuda.stream(torch.cuda.current_stream()):  # a failed capture does not leave its stream
-                for storage, leaves in self.store.fix(versions).items():
+                graphs = self._graphs or self._prepared(before, slots, versions)
+                for storage, leaves in graphs.leaves.items():
                     with self.store.holding_only(leaves):
-                        for slot, memory in enumerate(slot_memories):
-                            arguments = memory, shared, versions > 1, example[0]
-                            self._passes[slot, storage] = self._captured(slot, *arguments)
-            if any(map(any, hooks)) or before.changed() or generators.drawn():
+                        for slot, memory in enumerate(graphs.memories):
+                            arguments = memory, graphs.shared, versions > 1, example
+                            passes[slot, storage, shape] = self._captured(slot, *arguments)
+            # Later another thread may draw meanwhile.
+            if any(map(any, hooks)) or before.changed() or (first and generators.drawn()):
                 reason = (
                     "layers have hooks, or do more than change tensors in place, which a replay would not"
                 )
         except Exception as error:
             reason = f"layers or loss do what a graph cannot, such as to look at a number: {one_line(error)}"
         self.observers = observers
-        if reason:
-            self._passes, self._microbatches, self._batch = {}, {}, Batch()
+        if not reason:
+            graphs.passes |= passes
+            self._graphs, self._free_slots = graphs, list(range(slots))
+            return ""
+        self._microbatches, self._batch = {}, Batch()
+        if first:
             self.store.unfix()
-        else:
-            self._free_slots, self._attributes_at_capture = list(range(slots)), before
         return reason
+
+    def _prepared(self, attributes: Held, slots: int, versions: int) -> Graphs:
+        shared, *memories = [GraphMemory(torch.cuda.graph_pool_handle()) for _ in range(1 + slots)]
+        return Graphs(self.store.fix(versions), attributes, shared, memories)
 
     def _attributes(self) -> Held:
         """Return what the passes may depend on besides tensors: attributes of layers and the task."""
@@ -293,7 +367,7 @@ class GraphedStage(Stage):
 
     def begin_window(self, predicted: Sequence[Predicted] = ()) -> None:
         super().begin_window(predicted)
-        self._replays = self._attributes_at_capture is not None and not self._attributes_at_capture.changed()
+        self._replays = self._graphs is not None and not self._graphs.attributes.changed()
 
     def _captured(
         self, slot: int, memory: GraphMemory, shared: GraphMemory, copies_outputs: bool, example: Example

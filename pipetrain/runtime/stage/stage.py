@@ -92,8 +92,13 @@ class Stage:
             yield self.names.get(name, name), tensor
 
     @property
-    def captured(self) -> bool:
-        """Whether CUDA graphs of its passes are replayed."""
+    def shapes_captured(self) -> int:
+        """Of how many shapes of microbatches CUDA graphs are replayed."""
+        return 0
+
+    @property
+    def capture_due(self) -> bool:
+        """Whether there is one more to capture."""
         return False
 
     @property

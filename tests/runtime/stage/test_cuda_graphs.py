@@ -123,9 +123,9 @@ def recorded(monkeypatch) -> Iterator[dict[int, bool]]:
 
     def trained(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = train(self, *args, **kwargs)
-        captured.update({index: stage.captured for index, stage in self.stages.items()})
-        assert all(stage.captured or not stage.store.fixed for stage in self.stages.values())
-        assert not any(stage._example for stage in self.stages.values())
+        captured.update({index: bool(stage.shapes_captured) for index, stage in self.stages.items()})
+        assert all(stage.shapes_captured or not stage.store.fixed for stage in self.stages.values())
+        assert not any(stage.capture_due for stage in self.stages.values())
         return result
 
     with (
@@ -155,7 +155,7 @@ def test_passes_have_tensors_in_common_where_they_are_never_open_together(schedu
 
     def capturing(self: GraphedStage, slots: int, versions: int, why: str) -> str:
         assert not capture(self, slots, versions, why)
-        found[self.index], passes = (slots, versions), [*self._passes.values()]
+        found[self.index], passes = (slots, versions), [*self._graphs.passes.values()]
         assert len(passes) == slots * versions
         kept = slots if passes[0].saving.split else 1
         of_slot = dict.fromkeys(("inputs", "target", "outputs"), slots)
