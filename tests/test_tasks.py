@@ -220,6 +220,11 @@ def test_too_few_classes_are_refused():
         )
 
 
+def test_scores_of_each_position_need_another_task():
+    said = refused(Classification(), spec(128, 256), torch.zeros(7, 128, dtype=torch.int64), 256)
+    assert "choose task=language_modelling" in said
+
+
 @pytest.mark.parametrize("task", [Classification(), Task(CROSS), Task(nn.CrossEntropyLoss(ignore_index=-5))])
 @pytest.mark.parametrize("label", [4, -1])
 def test_a_label_that_is_no_class_is_refused_by_its_number(task, label):

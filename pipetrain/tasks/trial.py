@@ -19,7 +19,7 @@ from pipetrain.model.random_numbers import RngSnapshot, SameDraws
 from pipetrain.model.results import LOSS, Results, add_gradients, difference
 from pipetrain.model.specs import Value, ValueSpec, as_tuple, differentiable, leaves_of, on_each, specs_of
 from pipetrain.tasks.running_sums import Tally
-from pipetrain.tasks.task import IGNORED, ModelLoss, Task, WeightFunction, counted_for
+from pipetrain.tasks.task import IGNORED, Classification, ModelLoss, Task, WeightFunction, counted_for
 
 MOST_TRIED = 2**25  # numbers in the made outputs of a trial
 APART = (
@@ -53,6 +53,11 @@ def try_task(
     """
     made_outputs, labels = _made_up(outputs, targets)
     scored = task.classes_of(outputs)
+    if type(task) is Classification and _scores_come_last(made_outputs, labels):
+        raise ConfigError(
+            f"the model gives {outputs} (layer {layer}), the scores of each position, for targets of each: "
+            f"choose task=language_modelling (in Python LanguageModelling()), as experiment=gpt does"
+        )
     if classes is not None and scored is not None and scored < classes:
         raise ConfigError(
             f"the model gives {outputs} (layer {layer}), scores of {scored} classes, and the data set has "
@@ -88,6 +93,14 @@ def try_task(
                     f"function must return a mean over samples; for another figure, such as F1, give a "
                     f"pipetrain.Metric, whose sums() add up and whose value() is computed of them"
                 )
+
+
+def _scores_come_last(scores: Value, labels: Value) -> bool:
+    """Return whether scores are [n, t, classes] for labels [n, t], and cannot be [n, classes, t]."""
+    if not (isinstance(scores, Tensor) and isinstance(labels, Tensor)) or labels.dim() < 2:
+        return False
+    shape = scores.shape
+    return shape[:-1] == labels.shape and (shape[0], *shape[2:]) != labels.shape
 
 
 def _made_up(outputs: ValueSpec, targets: Value) -> tuple[Value, Value]:
