@@ -38,12 +38,12 @@ from pipetrain.rules import PATH
 CODECS = ("codec.forward", "codec.backward")
 _BUILT = ("model", "optim", "task", "schedule")  # groups of what a _target_ builds
 ALL = "--cfg job shows all there is"
-MAY_BE_NULL = {"data.sample", "data.train", "data.test"}  # mappings that some data sets do without
+MAY_BE_NULL = {"data.sample", "data.train", "data.test", "data.collate"}  # mappings that some data sets do without
 
 # Keys that need `++` in Hydra: arguments of a `_target_`, and parts of what may also be a plain value.
 _ADDED = re.compile(
     r"(model|schedule|optim|correction|task|loss|metrics|codec\.(forward|backward)"
-    r"|data\.(source|augment|train|test|columns|sample))\.[^=]+="
+    r"|data\.(source|augment|train|test|columns|sample|collate))\.[^=]+="
     r"|(partition\.profile|trace\.windows|lr_schedule\.\w+)="
 )
 _NO_OUTPUTS = [

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from pipetrain.data.augment import Augment
+from pipetrain.data.collated import Collate, CollatedSplit
 from pipetrain.data.sampling import Sampler, loaded
 from pipetrain.data.splits import Data, DataFacts, DataMissing, Draw, Images, Padded, Split
 from pipetrain.data.user_data import as_split
@@ -84,17 +85,22 @@ def _from_source(data: Mapping[str, Any], dtype: torch.dtype) -> Data:
 
 def _from_splits(data: Mapping[str, Any], dtype: torch.dtype) -> Data:
     splits: list[Split] = []
+    collate = None if data.get("collate") is None else _make_collate(data)
     for name in ("train", "test"):
         if data.get(name) is None:
             raise ConfigError(
                 f"data={data.get('name')} has no {name}: give data.source, a function that returns both "
                 f"splits, or data.train and data.test, each with the _target_ of a Dataset"
             )
-        split = as_split(_make(data, name, object), f"data.{name}", data.get("columns"), dtype)
+        arguments = _make(data, name, object), f"data.{name}", data.get("columns"), dtype
+        split = as_split(*arguments) if collate is None else CollatedSplit(*arguments, collate)
         if not len(split):
             raise ConfigError(f"data.{name} has no sample")
         splits.append(split)
-    return Data(str(data["name"]), splits[0], splits[1], data.get("classes"))
+    train, test = splits
+    if isinstance(train, CollatedSplit) and isinstance(test, CollatedSplit):
+        train, test = train.joined(test), test.joined(train)
+    return Data(str(data["name"]), train, test, data.get("classes"))
 
 
 def declared_example(data: Mapping[str, Any], dtype: torch.dtype) -> ValueSpec | None:
@@ -122,11 +128,28 @@ def load_augment(data: Mapping[str, Any]) -> Augment | None:
     return None if data.get("augment") is None else _make(data, "augment", Augment)
 
 
-def _make(data: Mapping[str, Any], part: str, kind: type[T]) -> T:
+def _make_collate(data: Mapping[str, Any]) -> Collate:
+    """Build `data.collate`: a function of a list of samples, or a class whose instances are."""
+    call = _maker(data, "collate")
+    with failing("data.collate cannot be made"):
+        collate: Any = call() if isinstance(call.func, type) else call
+    if not callable(collate):
+        raise ConfigError(f"data.collate must take a list of samples; got {type(collate).__name__}")
+    made: Collate = collate
+    return made
+
+
+def _maker(data: Mapping[str, Any], part: str) -> Any:
     if not isinstance(data[part], Mapping) or "_target_" not in data[part]:
         raise ConfigError(f"data.{part} needs a _target_: the dotted name of what makes it")
     with failing(f"data.{part} cannot be made"):
-        result = make(data[part], later=True)()
+        return make(data[part], later=True)
+
+
+def _make(data: Mapping[str, Any], part: str, kind: type[T]) -> T:
+    call = _maker(data, part)
+    with failing(f"data.{part} cannot be made"):
+        result = call()
     if not isinstance(result, kind):
         raise ConfigError(
             f"data.{part} must give a pipetrain.data.{kind.__name__}; got {type(result).__name__}"

@@ -106,7 +106,8 @@ class Sampled:
             return None
         one = torch.zeros(1, dtype=torch.int64)
         short = self.split.lengths(one)
-        splits = (self.split.padded(lengths) for lengths in (short, tuple(n + 1 for n in short)))
+        longer = tuple(n + more for more, n in enumerate(short, 1))  # by other numbers, if two are equal
+        splits = (self.split.padded(lengths) for lengths in (short, longer))
         first, second = ((split.inputs(one, None), split.targets(one, None)) for split in splits)
         return Form.of(first, second)
 

@@ -24,7 +24,7 @@ from pipetrain.errors import ConfigError, failing
 from pipetrain.model.random_numbers import RngSnapshot
 from pipetrain.model.specs import Value, ValueSpec, as_tuple
 
-_HALVES = ("inputs", "targets")
+HALVES = ("inputs", "targets")
 _READ_FIRST = 8  # samples read twice before the start
 _SUMMED = 64  # most samples in the checksum
 
@@ -52,12 +52,18 @@ def as_split(
         if len({len(t) if t.dim() else 0 for t in (*as_tuple(inputs), *as_tuple(targets))}) != 1:
             raise ConfigError(f"{what} holds tensors of several lengths: give a row of each for each sample")
         return Tensors(inputs, targets)
-    if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+    if not has_numbers(data):
         raise ConfigError(
             f"{what} is a {type(data).__name__}, which has no length and no samples by number: give a "
             "map-style Dataset, or pass a loader of your own to pipetrain.Pipeline"
         )
     return DatasetSplit(data, what, columns or {}, dtype)
+
+
+def has_numbers(data: object) -> bool:
+    """Return whether an object has a length and samples by number."""
+    has = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    return has and not isinstance(data, IterableDataset)
 
 
 def _is_of_tensors(part: object) -> bool:
@@ -73,14 +79,14 @@ class DatasetSplit:
         self._what = what
         self._dtype = dtype
         self._length = len(dataset)
-        if columns and set(columns) != set(_HALVES):
+        if columns and set(columns) != set(HALVES):
             raise ConfigError(
                 f"data.columns must name the columns of inputs and of targets; got {', '.join(columns)}: set "
                 "data.columns={inputs: NAME, targets: NAME}"
             )
-        self._columns = columns and [columns[half] for half in _HALVES]
+        self._columns = columns and [columns[half] for half in HALVES]
         first = enumerate(self._read(torch.tensor([0]), None)[0])
-        self._forms = [ValueSpec.like(self._value(0, half, part)) for half, part in first]
+        self._forms = self._forms_of([ValueSpec.like(self._value(0, half, part)) for half, part in first])
         # A data set with its own random generator would give two ranks different samples.
         for number in range(min(self._length, _READ_FIRST)):
             if self._sum(number) != self._sum(number):
@@ -88,6 +94,10 @@ class DatasetSplit:
                     f"{what}: sample {number} differs from one reading to the next: draw random numbers from "
                     "the global generators of torch, numpy or random, which are seeded for each sample"
                 )
+
+    def _forms_of(self, first: list[ValueSpec]) -> list[ValueSpec]:
+        """Return the forms of all inputs and targets; `first`: of sample 0."""
+        return first
 
     def __len__(self) -> int:
         return self._length
@@ -120,8 +130,9 @@ class DatasetSplit:
             rows.append(value := self._value(number, half, pair[half]))
             if (spec := ValueSpec.like(value)).specs != form.specs:
                 raise ConfigError(
-                    f"{self._what}: the {_HALVES[half]} of sample {number} are {spec}, and of sample 0 "
-                    f"{form}: all samples must have one shape and dtype"
+                    f"{self._what}: the {HALVES[half]} of sample {number} are {spec}, and of sample 0 "
+                    f"{form}: all samples must have one shape and dtype; data.collate= names a function that "
+                    f"pads them"
                 )
         columns = zip(*map(as_tuple, rows), strict=True)
         microbatch: Value = form.pack(tuple(default_collate(list(column)) for column in columns))
@@ -140,10 +151,13 @@ class DatasetSplit:
                 read.append(self._pair(number))
         return read
 
+    def _item(self, number: int) -> Any:
+        return self._dataset[number]
+
     def _pair(self, number: int) -> tuple[object, object]:
         what = f"{self._what}: sample {number}"
         with failing(f"{what} cannot be read"):
-            item = self._dataset[number]
+            item = self._item(number)
             if self._columns:
                 inputs, targets = (_selected(item, column) for column in self._columns)
                 return inputs, targets
@@ -157,7 +171,7 @@ class DatasetSplit:
 
     def _value(self, number: int, half: int, part: object) -> Value:
         with failing(
-            f"{self._what}: the {_HALVES[half]} of sample {number} are a {type(part).__name__}, and must be "
+            f"{self._what}: the {HALVES[half]} of sample {number} are a {type(part).__name__}, and must be "
             f"a tensor, a number, a NumPy array or a tuple of these"
         ):
             return _value(part, self._dtype)

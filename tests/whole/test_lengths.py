@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from pipetrain import Pipeline, Pop, Stash
 from pipetrain.codec import TopK
-from pipetrain.data import text
+from pipetrain.data import Data, load_data, text
 from pipetrain.data.batch import BadBatch
 from pipetrain.data.sampling import Sampled, Sampler, even
 from pipetrain.data.text import BYTES
@@ -222,9 +222,33 @@ def ended(folder: str) -> tuple[list[float], Any]:
         return losses, [[tuple(of.shape), of.sum().item()] for of in outputs]
 
 
+def words(samples: int) -> list[list[int]]:
+    """Return lists of tokens."""
+    return [[97 + (n * k) % 17 for k in range(n % MOST + 2)] for n in range(samples)]
+
+
+def next_tokens(samples: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Make a batch, as a collate function of a loader does."""
+    rows = [
+        functional.pad(torch.tensor(of), (0, max(map(len, samples)) - len(of)), value=-1) for of in samples
+    ]
+    tokens = torch.stack(rows)
+    return tokens[:, :-1].clamp(min=0), tokens[:, 1:].where(tokens[:, 1:] >= 0, -100)
+
+
+def data_of(folder: str) -> Data:
+    """Return lines of a text; without a folder, a data set of one's own with a collate function."""
+    if folder:
+        return text.load(f"{folder}/lines.txt", block=MOST, lines=True)
+    splits = {
+        name: {"_target_": f"{__name__}.words", "samples": n} for name, n in (("train", 32), ("test", 8))
+    }
+    return load_data({"name": "words", "collate": {"_target_": f"{__name__}.next_tokens"}, **splits})
+
+
 def by_number(folder: str, schedule: str, options: dict[str, Any]) -> list[Any]:
     """Train and evaluate lines as the command line does, then as a loader's; return losses and weights."""
-    data, results = text.load(f"{folder}/lines.txt", block=MOST, lines=True), []
+    data, results = data_of(folder), []
     for own in (True, False):
         torch.manual_seed(0)
         model = nn.Sequential(Embedding(BYTES), Block(), Block(), nn.Linear(WIDTH, BYTES)).to(DOUBLE)
@@ -261,12 +285,13 @@ def read(samples: Sampled, ids: Tensor) -> tuple[Tensor, Tensor]:
     ("schedule", "options"),
     [("zb_h1", {}), ("pipedream", {"window": 3}), ("1f1b", {"replicas": [2, 1]})],
 )
-def test_lines_by_number_train_as_those_of_a_loader(ranks, three, tmp_path, schedule, options):
+@pytest.mark.parametrize("source", ["lines", "collated"])
+def test_samples_by_number_train_as_those_of_a_loader(ranks, three, tmp_path, source, schedule, options):
     """The last batch has fewer samples; which lengths come is known to all ranks that read."""
     lines = ["".join(chr(97 + (n * k) % 17) for k in range(n % MOST + 1)) for n in range(40)]
     (tmp_path / "lines.txt").write_text("\n".join(lines))
     for first, second in (three if "replicas" in options else ranks)(
-        by_number, str(tmp_path), schedule, options
+        by_number, str(tmp_path) if source == "lines" else "", schedule, options
     ):
         assert first == second
         assert len(first[0]) == 6
