@@ -38,7 +38,12 @@ from pipetrain.rules import PATH
 CODECS = ("codec.forward", "codec.backward")
 _BUILT = ("model", "optim", "task", "schedule")  # groups of what a _target_ builds
 ALL = "--cfg job shows all there is"
-MAY_BE_NULL = {"data.sample", "data.train", "data.test", "data.collate"}  # mappings that some data sets do without
+MAY_BE_NULL = {
+    "data.sample",
+    "data.train",
+    "data.test",
+    "data.collate",
+}  # mappings that some data sets do without
 
 # Keys that need `++` in Hydra: arguments of a `_target_`, and parts of what may also be a plain value.
 _ADDED = re.compile(

@@ -187,6 +187,7 @@ class Settings:
     schedule: str = "1f1b"
     ranks: int = 2
     lengths: tuple[int, ...] = ()  # the largest, once the first batch has come; where none differs, none
+    mean_lengths: tuple[int, ...] = ()  # of the batches that are known
     casts_weights: bool = True  # to dtype, and floating-point data; else they keep the dtypes that they have
     casts_data: bool = True
 
@@ -325,13 +326,19 @@ class Settings:
         """The size of a full microbatch; some have 1 less if `microbatches` do not divide a batch."""
         return Size(self.batch_size, self.lengths).pieces(self.microbatches)[0]
 
-    def fitted_to(self, first: Size) -> Settings:
+    @property
+    def timed(self) -> Size:
+        """The size of a microbatch whose times are planned with: a full one of the mean lengths."""
+        return replace(self.full, lengths=self.mean_lengths or self.lengths)
+
+    def fitted_to(self, first: Size, mean_lengths: tuple[int, ...]) -> Settings:
         """Return those for a loader whose first batch is of this size, rounded to even microbatches.
 
         `first`: with the largest lengths.
         """
         m = self.microbatches
-        return replace(self, samples=max(m, first.samples // m * m), lengths=first.lengths)
+        samples = max(m, first.samples // m * m)
+        return replace(self, samples=samples, lengths=first.lengths, mean_lengths=mean_lengths)
 
     def updates(self, batches: int) -> int:
         """Return the number of updates of the whole training, of epochs of `batches` batches each."""

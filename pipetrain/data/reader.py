@@ -55,6 +55,8 @@ class Reader:
     _batches: Iterator[Any] | None = None
     largest: tuple[int, ...] = ()
     """The largest lengths: those given, or else those of the batches from which the form is."""
+    known_lengths: list[tuple[int, ...]] = field(default_factory=list)
+    """Those of these batches."""
     _begun: deque[Any] = field(default_factory=deque)  # what the loader gave and nobody has read
     _given: int = 0  # by the loader
     _read_ahead: deque[tuple[Value, Value]] = field(default_factory=deque)  # batches read and not yet taken
@@ -203,8 +205,8 @@ class Reader:
                 f"max_length has {len(self.longest)} numbers, and the first two batches differ in "
                 f"{form.lengths} dimensions: give one number for all, or {form.lengths}"
             )
-        lengths = [form.size(*batch).lengths for batch in (first, second or first)]
-        self.largest = tuple(map(max, *lengths))
+        self.known_lengths = [form.size(*batch).lengths for batch in (first, second or first)]
+        self.largest = tuple(map(max, *self.known_lengths))
         if self.longest:
             self.largest = tuple(islice(cycle(self.longest), form.lengths))
         return form

@@ -121,7 +121,7 @@ class _Uncut:
             shapes = [LayerShapes(model.network, next(iter(of.values())), *how, mode) for mode, of in by_mode]
         cut = cut_layers(model.trained, cuts, model.example, shared, open_, shapes[0])
         refuse_ties(draft, cut)
-        stage_costs = table.costs(cut, modes, splits(draft.program), draft.settings.full, draft.placement)
+        stage_costs = table.costs(cut, modes, splits(draft.program), draft.settings.timed, draft.placement)
         rest = model.evaluations, stage_costs, modes, open_
         try:
             bounded, windows, evaluations = verify(draft, cut, lengths, *rest)

@@ -105,7 +105,9 @@ class Plan:
     @property
     def stage_costs(self) -> Costs:
         """The costs of all stages: from a profile, or else by their estimated work."""
-        return self.costs or self.table.costs(self.cut, self.modes, False, self.settings.full, self.placement)
+        return self.costs or self.table.costs(
+            self.cut, self.modes, False, self.settings.timed, self.placement
+        )
 
     @property
     def recompute(self) -> list[Mode]:

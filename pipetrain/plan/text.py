@@ -38,6 +38,8 @@ def describe(
     )
     if plan.samples is None:
         head += "as for the first batch: others may have any size, and windows any length\n"
+    if plan.choices and settings.timed != settings.full:
+        head += f"times are of microbatches of {settings.timed}, bytes of {settings.full}\n"
     if not settings.codecs.plain:
         head += f"codec forward {settings.codecs.forward}, backward {settings.codecs.backward}\n"
     if settings.correction != Correction():

@@ -35,7 +35,7 @@ from pipetrain.model.numerics import Numerics
 from pipetrain.model.random_numbers import RngSnapshot
 from pipetrain.model.specs import Size, TensorSpec, ValueSpec
 from pipetrain.model.trial_tensors import made_up_samples
-from pipetrain.plan.cost_estimate import Layer
+from pipetrain.plan.cost_estimate import Layer, estimate
 from pipetrain.plan.costs import SECONDS, Facts, LayerTime, Profile
 from pipetrain.plan.cut import cut_layers
 from pipetrain.runtime.clock import Clock
@@ -95,9 +95,12 @@ def measure(
     """Measure messages, then layers; return the same profile on every rank.
 
     `network`: one that is not trained afterwards, in host memory; `layers`: its estimates; `example`: of the
-    input. Raises ConfigError, on all ranks, for a layer that fails on any, and ChannelError.
+    input. They are measured at the mean lengths. Raises ConfigError, on all ranks, for a layer that fails on
+    any, and ChannelError.
     """
-    began, size, device = time.perf_counter(), settings.full, groups.device
+    began, size, device, timed = time.perf_counter(), settings.timed, groups.device, layers
+    if size != settings.full:
+        timed = estimate(network.spare(), example.of(size), numerics)
     if groups.world.rank == 0:
         log.info("pipetrain: profiling %d layers, %s at a time", len(layers), size)
     latency_s, s_per_byte = slowest_link(groups, min(settings.buffer_sizes))
@@ -105,7 +108,7 @@ def measure(
     def measured_here(least: int) -> Any:
         try:
             with RngSnapshot().replayed():
-                return measure_layers(network, layers, example, size, numerics, optimizer, device, least)
+                return measure_layers(network, timed, example, size, numerics, optimizer, device, least)
         except (ConfigError, RuntimeError) as error:  # a layer failed, or out of memory
             return one_line(error)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from pipetrain.trainer.arguments import Arguments
 from pipetrain.trainer.window_loop import NO_BATCH
 
 log = logging.getLogger("pipetrain")
+MOST_AVERAGED = 1000  # batches
 
 
 def plan_for(
@@ -60,11 +62,11 @@ def plan_for(
     facts = guard.on_first("the first batch", partial(_facts_of, reader))
     if facts is None:
         raise of_all(ConfigError(NO_BATCH), guard.groups.world.rank)
-    data, batch, smallest = facts
+    data, batch, smallest, mean_lengths = facts
     form, size = Form.from_json(data), Size.from_json(batch)
     bounded = samples is not None or settings.max_length is not None
     if samples is None or size.lengths:
-        samples, settings = None, settings.fitted_to(size)
+        samples, settings = None, settings.fitted_to(size, tuple(mean_lengths))
     inputs = replace(form.inputs, longest=settings.lengths, bounded=bounded)
     inputs = _with_whole_numbers(reader, inputs, min(size, settings.full), guard)
 
@@ -93,7 +95,8 @@ def plan_for(
 def _facts_of(reader: Any) -> list[Any] | None:
     """Return what the other ranks need to know of the first batch; None if there is none.
 
-    Its form, its size with the largest lengths, and that of the smallest batch to train, if known.
+    Its form, its size with the largest lengths, that of the smallest batch to train, if known, and the mean
+    lengths of the batches that are.
     """
     first = reader.first()
     if not first:
@@ -102,10 +105,13 @@ def _facts_of(reader: Any) -> list[Any] | None:
     size = form.size(*first)
     if isinstance(reader, Sampled):
         sizes = [Size(n) for n in reader.sizes] if size.lengths else None  # others are planned one by one
+        known = [reader.size(batch).lengths for batch in reader.epoch(0)[:MOST_AVERAGED]]
     else:
         size = replace(size, lengths=reader.largest)
         sizes = known_sizes(reader.loader) if reader.weight else None
-    return [form.to_json(), size.to_json(), min(sizes).to_json() if sizes else None]
+        known = reader.known_lengths
+    mean_lengths = [round(fmean(lengths)) for lengths in zip(*known, strict=True)]
+    return [form.to_json(), size.to_json(), min(sizes).to_json() if sizes else None, mean_lengths]
 
 
 def _with_whole_numbers(reader: Any, inputs: ValueSpec, size: Size, guard: CollectiveGuard) -> ValueSpec:

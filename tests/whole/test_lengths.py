@@ -21,6 +21,7 @@ from pipetrain.data.batch import BadBatch
 from pipetrain.data.sampling import Sampled, Sampler, even
 from pipetrain.data.text import BYTES
 from pipetrain.errors import ConfigError
+from pipetrain.plan.text import describe
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.tasks import Classification, LanguageModelling
 from pipetrain.trainer.window_loop import Pass
@@ -318,6 +319,20 @@ def test_a_compiled_stage_takes_any_length(monkeypatch):
     monkeypatch.setattr(torch, "compile", compiled)
     torch._dynamo.reset()
     assert trained("chain", Way("1f1b", options={"compile": True}))["updates"] == 3
+
+
+def test_a_profile_is_of_the_mean_length_and_memory_of_the_largest(caplog):
+    subject = made("chain", ((6, 3), (6, 6), (6, 9)))
+    options = OPTIONS | {"partition": "profile", "schedule": "interleaved_1f1b"}
+    with (
+        caplog.at_level("INFO", "pipetrain"),
+        Pipeline(subject.model, subject.task, parity.MOMENTUM, **options) as pipe,
+    ):
+        list(pipe.train(subject.batches))
+        text = str(pipe.plan.settings.timed), str(pipe.plan.settings.full), describe(pipe.plan)
+    assert "pipetrain: profiling 7 layers, 3 samples of length 4 at a time" in caplog.messages
+    assert text[:2] == ("3 samples of length 4", f"3 samples of length {MOST}")
+    assert f"times are of microbatches of {text[0]}, bytes of {text[1]}\n" in text[2]
 
 
 # What is refused
