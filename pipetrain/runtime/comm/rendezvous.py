@@ -193,6 +193,10 @@ def make_group(world: World, store: Store, limit: timedelta) -> None:
     """Make the process group of all ranks, over gloo. Raises ChannelError."""
     choose_interface(world)
     hook = sys.excepthook
-    with _meeting(world.rank):
-        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
-    sys.excepthook = hook  # torch installs its own, which prints the rank
+    try:
+        with _meeting(world.rank):
+            dist.init_process_group(
+                "gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit
+            )
+    finally:
+        sys.excepthook = hook  # torch installs its own, which prints the rank
