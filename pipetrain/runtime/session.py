@@ -184,10 +184,8 @@ def make_engine(
         ties = dict.fromkeys([ALL, *plan.ties])
         return mailbox(LoopbackChannel(dict.fromkeys(plan.links), *options, ties), training)
 
-    requested = plan.settings.cuda_graphs
+    requested, said = plan.settings.cuda_graphs, list[str]()
     uncaptured = [*filter(None, map(plan.not_captured, stages if requested else ()))]  # why
-
-    said: list[str] = []
 
     def say_one(reasons: Sequence[str]) -> None:
         if reasons and not said and not rank:

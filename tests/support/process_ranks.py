@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import sys
 import traceback
 from collections.abc import Callable
 from itertools import count
@@ -154,3 +155,4 @@ def _clear() -> None:
         groups.abandon("")
     if dist.is_initialized():
         dist.destroy_process_group()
+    sys.excepthook = sys.__excepthook__  # torch installs its own where a program makes a group

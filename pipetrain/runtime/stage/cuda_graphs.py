@@ -100,7 +100,6 @@ class CapturedPass:
     forward: Any  # torch.cuda.CUDAGraph
     backward: Any
     weight: Any  # the second half of a split backward, else None
-    saving: Saving
 
     def counted(self, target: Target | None) -> Counted | None:
         """Return a copy of what the last stage counts."""
@@ -313,15 +312,16 @@ class GraphedStage(Stage):
 
         If that is impossible, or not wanted (`reason`), return why; such a shape runs without graphs.
         """
-        examples = self._examples.copy()
+        examples, refused = self._examples.copy(), dict[Shape, str]()
         self._examples.clear()
         for shape, example in examples.items():
+            why = reason
             if self.shapes_captured == MAX_SHAPES:
-                reason = f"microbatches have more than {MAX_SHAPES} shapes: pad them to fewer lengths"
-            reason = reason or self._capture(shape, example, slots, versions)
-            if reason:
-                self._refused.add(shape)
-        return reason
+                why = f"microbatches have more than {MAX_SHAPES} shapes: pad them to fewer lengths"
+            if why := why or self._capture(shape, example, slots, versions):
+                refused[shape] = why
+        self._refused |= refused.keys()
+        return next(iter(refused.values()), "")
 
     def _capture(self, shape: Shape, example: Example, slots: int, versions: int) -> str:
         if self._graphs and self._graphs.attributes.changed():
@@ -399,7 +399,7 @@ class GraphedStage(Stage):
                 super().backward_weight(_CAPTURED_MB, 0)
         self._batch = Batch()
         tensors = inputs, targets, microbatch.counted, outputs, grads, back
-        return CapturedPass(slot, *tensors, forward, backward, weight, saving)
+        return CapturedPass(slot, *tensors, forward, backward, weight)
 
 
 @contextmanager

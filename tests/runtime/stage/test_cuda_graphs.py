@@ -157,7 +157,7 @@ def test_passes_have_tensors_in_common_where_they_are_never_open_together(schedu
         assert not capture(self, slots, versions, why)
         found[self.index], passes = (slots, versions), [*self._graphs.passes.values()]
         assert len(passes) == slots * versions
-        kept = slots if passes[0].saving.split else 1
+        kept = slots if passes[0].weight else 1
         of_slot = dict.fromkeys(("inputs", "target", "outputs"), slots)
         for name, count in {**of_slot, "grads": kept, "back": 1}.items():
             of_each = [getattr(one, name) for one in passes]
