@@ -187,7 +187,7 @@ class Settings:
     schedule: str = "1f1b"
     ranks: int = 2
     lengths: tuple[int, ...] = ()  # the largest, once the first batch has come; where none differs, none
-    mean_lengths: tuple[int, ...] = ()  # of the batches that are known
+    mean_lengths: tuple[int, ...] = ()  # those of known batches that are nearest to the mean
     casts_weights: bool = True  # to dtype, and floating-point data; else they keep the dtypes that they have
     casts_data: bool = True
 

@@ -69,6 +69,8 @@ def load_data(data: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Da
 
 
 def _from_source(data: Mapping[str, Any], dtype: torch.dtype) -> Data:
+    if data.get("collate") is not None:
+        raise ConfigError("data.collate is of data.train and data.test: leave it out with data.source")
     source = _make(data, "source", Data)
     for name, split in (("train", source.train), ("test", source.test)):
         if isinstance(split, Images):
@@ -93,7 +95,10 @@ def _from_splits(data: Mapping[str, Any], dtype: torch.dtype) -> Data:
                 f"splits, or data.train and data.test, each with the _target_ of a Dataset"
             )
         arguments = _make(data, name, object), f"data.{name}", data.get("columns"), dtype
-        split = as_split(*arguments) if collate is None else CollatedSplit(*arguments, collate)
+        if collate is None:
+            split = as_split(*arguments)
+        else:
+            split = CollatedSplit(*arguments, collate, data.get(f"{name}_limit"))
         if not len(split):
             raise ConfigError(f"data.{name} has no sample")
         splits.append(split)

@@ -86,7 +86,10 @@ class Form:
         inputs, last = pairs[: len(halves[0].specs[0].shape)], list[tuple[int, int]]()
         if lengths > len(differ) and (inputs or lengths > 1):
             if len(inputs) < lengths:
-                raise BadBatch(f"max_length has {lengths} numbers, and a sample is {halves[0]}: give fewer")
+                raise BadBatch(
+                    f"max_length has {lengths} numbers, which are of the last dimensions of the first input, "
+                    f"{halves[0].specs[0]}: give fewer, or let the first two batches differ in each"
+                )
             differ, last = ({inputs[0]: None}, []) if lengths == 1 else ({}, inputs[-lengths:])
         number = {pair: -1 - n for n, pair in enumerate(differ)}
 

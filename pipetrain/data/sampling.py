@@ -117,12 +117,12 @@ class Sampled:
         The targets of a batch are read one by one, until one of them counts.
         """
         assert self.split is not None, "the rank of the last stage needs the samples"
-        read = partial(self.split.targets, draw=self.draw(epoch))
-        return [
-            number
-            for number, batch in enumerate(self.epoch(epoch))
-            if any(counted_for(weight, read(ids)) for ids in torch.split(torch.cat(batch), 1))
-        ]
+        counting = []
+        for number, batch in enumerate(self.epoch(epoch)):
+            read = partial(self.at(self.size(batch)).targets, draw=self.draw(epoch))
+            if any(counted_for(weight, read(ids)) for ids in torch.split(torch.cat(batch), 1)):
+                counting.append(number)
+        return counting
 
     def first(self) -> tuple[Value, Value]:
         assert self.split is not None

@@ -74,11 +74,15 @@ def _is_of_tensors(part: object) -> bool:
 class DatasetSplit:
     """A map-style Dataset as a split: item i is sample i, and is read whenever needed."""
 
-    def __init__(self, dataset: Any, what: str, columns: Columns, dtype: torch.dtype) -> None:
+    _advice = "all samples must have one shape and dtype; data.collate= names a function that pads them"
+
+    def __init__(
+        self, dataset: Any, what: str, columns: Columns, dtype: torch.dtype, limit: int | None = None
+    ) -> None:
         self._dataset = dataset
         self._what = what
         self._dtype = dtype
-        self._length = len(dataset)
+        self._length = len(dataset) if limit is None else min(limit, len(dataset))
         if columns and set(columns) != set(HALVES):
             raise ConfigError(
                 f"data.columns must name the columns of inputs and of targets; got {', '.join(columns)}: set "
@@ -131,8 +135,7 @@ class DatasetSplit:
             if (spec := ValueSpec.like(value)).specs != form.specs:
                 raise ConfigError(
                     f"{self._what}: the {HALVES[half]} of sample {number} are {spec}, and of sample 0 "
-                    f"{form}: all samples must have one shape and dtype; data.collate= names a function that "
-                    f"pads them"
+                    f"{form}: {self._advice}"
                 )
         columns = zip(*map(as_tuple, rows), strict=True)
         microbatch: Value = form.pack(tuple(default_collate(list(column)) for column in columns))

@@ -96,7 +96,7 @@ def profile_conditions(settings: Settings, optim: Mapping[Any, Any]) -> Facts:
     return {
         "model": settings.model,
         "microbatch": settings.full.samples,
-        **({"lengths": [*settings.timed.lengths]} if settings.lengths else {}),
+        **({"lengths": [*settings.lengths]} if settings.lengths else {}),
         "dtype": name_of(settings.dtype),
         "precision": settings.precision,
         "memory_format": settings.memory_format,

@@ -63,7 +63,7 @@ class Rehearsal:
             first = training and not any(trained for trained, _ in self.rehearsed)
             with state_restored(stages, training, first):
                 norms = [run_window(example, self.loopback(training)) for example in examples]
-        if any(stage.capture_due for stage in stages):
+        if training and any(stage.capture_due for stage in stages):
             with attributes_restored(stages):
                 self.capture()
         if new:

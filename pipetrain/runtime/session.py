@@ -189,7 +189,11 @@ def make_engine(
 
     def say_one(reasons: Sequence[str]) -> None:
         if reasons and not said and not rank:
-            log.info("pipetrain: not all passes are CUDA graphs (cuda_graphs=auto): %s", reasons[0])
+            log.info(
+                "pipetrain: not all passes are CUDA graphs (cuda_graphs=%s): %s",
+                str(requested).lower(),
+                reasons[0],
+            )
             said.append(reasons[0])
 
     def meet(norms: bool) -> None:
@@ -203,16 +207,17 @@ def make_engine(
         room = gpu_bytes(groups.device.type, groups.ranks_on_gpu) if requested is not True else None
         graphed = {index: stage for index, stage in stages.items() if isinstance(stage, GraphedStage)}
         for index, stage in graphed.items():
-            reason = ""
-            if room and stage.capture_due:
-                held = sum(plan.graph_bytes(n) * graphed[n].shapes_captured for n in graphed)
-                held += peaks_by_rank(plan.memory())[rank]
-                reason = no_room_sentence(plan.graph_bytes(index), held, room)
-            reason = stage.capture(bounds[index].activations, bounds[index].versions, reason)
-            if reason and requested is True and not stage.shapes_captured:
-                finding = f"the passes of stage {index} cannot be captured"
-                raise ConfigError(f"cuda_graphs: {finding}: {reason}; leave cuda_graphs out")
-            uncaptured.extend([reason] if reason else [])
+            while stage.capture_due:
+                reason = ""
+                if room:
+                    held = sum(plan.graph_bytes(n) * graphed[n].shapes_captured for n in graphed)
+                    held += peaks_by_rank(plan.memory())[rank]
+                    reason = no_room_sentence(plan.graph_bytes(index), held, room)
+                reason = stage.capture(bounds[index].activations, bounds[index].versions, reason)
+                if reason and requested is True and not stage.shapes_captured:
+                    finding = f"the passes of stage {index} cannot be captured"
+                    raise ConfigError(f"cuda_graphs: {finding}: {reason}; leave cuda_graphs out")
+                uncaptured.extend([reason] if reason else [])
         say_one(uncaptured)  # those of other ranks when these meet
 
     return Engine(

@@ -6,6 +6,8 @@ Only rank 0 has the batch. What follows from it is alike on all ranks, and an er
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
@@ -95,8 +97,8 @@ def plan_for(
 def _facts_of(reader: Any) -> list[Any] | None:
     """Return what the other ranks need to know of the first batch; None if there is none.
 
-    Its form, its size with the largest lengths, that of the smallest batch to train, if known, and the mean
-    lengths of the batches that are.
+    Its form, its size with the largest lengths, that of the smallest batch to train, if known, and the
+    lengths that are nearest to the mean of known batches.
     """
     first = reader.first()
     if not first:
@@ -110,8 +112,13 @@ def _facts_of(reader: Any) -> list[Any] | None:
         size = replace(size, lengths=reader.largest)
         sizes = known_sizes(reader.loader) if reader.weight else None
         known = reader.known_lengths
-    mean_lengths = [round(fmean(lengths)) for lengths in zip(*known, strict=True)]
-    return [form.to_json(), size.to_json(), min(sizes).to_json() if sizes else None, mean_lengths]
+    return [form.to_json(), size.to_json(), min(sizes).to_json() if sizes else None, _mean_of(known)]
+
+
+def _mean_of(known: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return those lengths that are nearest to the mean ones; a model may not take all between them."""
+    means = [*map(fmean, zip(*known, strict=True))]
+    return min(known, key=lambda lengths: math.dist(lengths, means), default=())
 
 
 def _with_whole_numbers(reader: Any, inputs: ValueSpec, size: Size, guard: CollectiveGuard) -> ValueSpec:

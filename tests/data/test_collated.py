@@ -117,6 +117,21 @@ def test_images_have_two_lengths_of_which_each_may_be_another_sample_s():
     assert str(form.inputs.specs[0]) == "float32[1, length 1, length 2]"
 
 
+def test_two_samples_that_are_as_long_as_the_batch_are_no_longer_than_it():
+    split = split_of(images([(4, 9), (4, 3), (2, 5)]), pad_images, None)
+    batch = torch.tensor([1, 2])
+    assert split.lengths(batch) == (4, 5)
+    assert split.padded((4, 5)).inputs(batch, None).sum((1, 2, 3)).tolist() == [12, 10]
+
+
+def test_what_counts_is_seen_at_the_length_of_the_batch():
+    """And not of targets that are filled with zeros."""
+    nothing = [{"ids": [0]}, {"ids": [0, 0]}, *texts()]
+    split = split_of(nothing)
+    samples = Sampled(split, [2, 5], None, 0, 0, 60.0)
+    assert samples.counting(0, lambda targets: (targets != PADDED).sum()) == [1]
+
+
 def test_both_splits_have_the_lengths_of_both():
     """Of the test set all have one length, and the longest is in the training set."""
     data = {"name": "own", "collate": {"_target_": f"{__name__}.pad_right"}, "columns": COLUMNS}
@@ -133,12 +148,44 @@ def test_both_splits_have_the_lengths_of_both():
     assert made.test.targets(ALL[1:2], None).tolist() == [[6, 0, 0, 0]]
 
 
+def test_a_limit_leaves_the_rest_unread():
+    data = {"name": "own", "collate": {"_target_": f"{__name__}.pad_right"}, "columns": COLUMNS}
+    data |= {name: {"_target_": f"{__name__}.texts"} for name in ("train", "test")}
+    made = load_data(data | {"train_limit": 2, "test_limit": 1})
+    assert isinstance(made.train, Padded)
+    assert made.train.targets(ALL[1:2], None).shape == (1, 3)
+    assert (len(made.train), len(made.test)) == (2, 1)
+
+
 def test_a_class_is_called_once_and_a_function_with_a_list_of_samples():
     data = {"name": "own", "collate": {"_target_": f"{__name__}.Masked", "multiple": 3}}
     data |= {name: {"_target_": f"{__name__}.texts"} for name in ("train", "test")}
     train = load_data(data).train
     assert isinstance(train, Padded)
     assert train.lengths(ALL[:1]) == (3,)
+
+
+def joining(samples: list[dict[str, list[int]]]) -> tuple[Tensor, Tensor]:
+    tokens = torch.tensor([token for sample in samples for token in sample["ids"]])
+    return tokens, tokens
+
+
+def sorting(samples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    return pad_right(sorted(samples, key=lambda sample: -len(sample["ids"])))
+
+
+class Cropped(list[dict[str, list[int]]]):
+    """Texts whose lengths are drawn."""
+
+    def __getitem__(self, number: Any) -> Any:
+        return {"ids": super().__getitem__(number)["ids"][: int(torch.randint(1, 5, ()))]}
+
+
+def test_samples_whose_length_is_drawn_are_refused():
+    split = split_of(Cropped(texts()))
+    padded = split.padded(split.lengths(ALL))
+    with pytest.raises(ConfigError, match="a sample must be as long each time that it is read"):
+        [padded.targets(ALL, Draw(1, epoch)) for epoch in range(20)]
 
 
 def raising(samples: list[Any]) -> Any:
@@ -156,7 +203,24 @@ def raising(samples: list[Any]) -> Any:
         ),
         (None, raising, None, "data.train: sample 0 cannot be read: KeyError: 'ids'"),
         (None, pad_right, None, "sample 0 must be (inputs, targets); got a dict of ids, mask, labels"),
-        (None, lambda samples: (len(samples), 1), None, "data.collate must return tensors [n, ...]"),
+        (
+            None,
+            lambda samples: (len(samples), 1),
+            None,
+            "makes inputs [] of 1 samples: it must return tensors [n",
+        ),
+        (
+            None,
+            joining,
+            None,
+            "makes inputs [3] of 1 samples: it must return tensors [n, ...], with a row for each",
+        ),
+        (
+            None,
+            sorting,
+            COLUMNS,
+            "data.collate changes the order of samples 0 and 1, as if it sorted them by",
+        ),
         (
             None,
             lambda samples: (torch.ones((1,) * (1 + len(samples[0]["ids"]))), torch.ones(1)),

@@ -335,6 +335,22 @@ def test_a_profile_is_of_the_mean_length_and_memory_of_the_largest(caplog):
     assert f"times are of microbatches of {text[0]}, bytes of {text[1]}\n" in text[2]
 
 
+class Halved(nn.Module):
+    """Takes lengths that 4 divides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = x.unflatten(1, (-1, 4)).flatten(1, 2)
+        return made
+
+
+@pytest.mark.parametrize("partition", ["even", "profile"])
+def test_a_model_may_take_some_lengths_alone(partition):
+    layers = Embedding(), Halved(), nn.Linear(WIDTH, VOCABULARY)
+    options = OPTIONS | {"partition": partition, "schedule": "interleaved_1f1b"}
+    with Pipeline(nn.Sequential(*layers), LanguageModelling(), parity.MOMENTUM, **options) as pipe:
+        assert len([*pipe.train(of_length(4, 8, 12))]) == 3
+
+
 # What is refused
 
 
@@ -377,7 +393,7 @@ def of_images(*sizes: tuple[int, int]) -> list[tuple[Tensor, Tensor]]:
         (
             [(9, 9), (9, 8)],
             [9, 9, 9, 9],
-            "max_length has 4 numbers, and a sample is float32[2, 9, 9]: give fewer",
+            "the first input, float32[2, 9, 9]: give fewer, or let",
         ),
         (
             [(9, 9), (8, 7), (9, 10)],

@@ -4,9 +4,9 @@ The plan bounds the microbatches in flight, each in a slot, and the weight versi
 and each version's storage, the forward and the backward of a microbatch are captured once and then replayed:
 inputs, targets and gradients are copied to where the graphs expect them.
 
-A graph is of microbatches of one shape. The first shape is captured before the first window, and between
-windows others that come often, as some lengths of padded texts do, `MAX_SHAPES` in all. The rest runs without
-graphs.
+A graph is of microbatches of one shape. The largest one of the first window is captured before it, and
+between windows others that come often, as some lengths of padded texts do, `MAX_SHAPES` in all. The rest runs
+without graphs.
 
 What a pass allocates and a later pass of its microbatch needs is in the memory pool of its slot: what a
 forward saves, and what the first half of a split backward leaves. A slot has one open microbatch at a time,
@@ -31,7 +31,7 @@ from pipetrain.errors import one_line
 from pipetrain.model.network import Tensors
 from pipetrain.model.numerics import signed
 from pipetrain.model.random_numbers import RngSnapshot
-from pipetrain.model.specs import ValueSpec, as_tuple
+from pipetrain.model.specs import ValueSpec, as_tuple, on_each
 from pipetrain.model.tensor_places import Held, attributes_of
 from pipetrain.runtime.microbatch_feed import Target
 from pipetrain.runtime.stage.microbatch import WHOLE, Batch, Microbatch, Saving
@@ -57,6 +57,10 @@ Shape = tuple[Any, ...]  # shapes and dtypes of a microbatch's inputs and target
 
 def _shape(x: Tensors, target: Target | None, saving: Saving) -> Shape:
     return saving, *[(t.shape, t.dtype) for t in (*x, *_tensors(target))]
+
+
+def _without_memory(t: Tensor) -> Tensor:
+    return torch.empty_like(t, device="meta")
 
 
 def _tensors(target: Target | None) -> Tensors:
@@ -196,7 +200,8 @@ class Graphs:
     """What a stage has captured.
 
     `leaves`: of each weight version, by its storage. `attributes`: of layers and task at the first capture.
-    `shared`: the memory of last passes. `passes`: by slot, storage and shape.
+    `shared`: the memory of last passes. `passes`: by slot, storage and shape. `shapes`: of these.
+    `spoilt`: an error within a capture may have left the memory in any state.
     """
 
     leaves: dict[int, dict[str, nn.Parameter]]
@@ -204,10 +209,8 @@ class Graphs:
     shared: GraphMemory
     memories: list[GraphMemory]  # by slot
     passes: dict[tuple[int, int, Shape], CapturedPass] = field(default_factory=dict)
-
-    @property
-    def shapes(self) -> int:
-        return len({shape for *_, shape in self.passes})
+    shapes: set[Shape] = field(default_factory=set)
+    spoilt: bool = False
 
 
 class GraphedStage(Stage):
@@ -231,7 +234,16 @@ class GraphedStage(Stage):
         self, mb: int, x: Tensors, read: Read, target: Target | None = None, saving: Saving = WHOLE
     ) -> Tensors:
         x = tuple(self.numerics.arrange(t.detach()) for t in x)
-        captured = self._captured_passes(read, (x, target, saving))
+        example, captured = (x, target, saving), None
+        if self._graphs is None:
+            if self.rehearses and not self._refused:
+                self._examples.clear()
+                self._keep(example)
+        elif self._can_replay(target):
+            key = self._free_slots[-1], self.store.storage(read), _shape(*example)
+            captured = self._graphs.passes.get(key)
+            if captured is None and not self.rehearses:
+                self._count(example)
         if captured is None:
             return super().forward(mb, x, read, target, saving)
         self._free_slots.pop()
@@ -279,49 +291,48 @@ class GraphedStage(Stage):
         captured.backward.replay()
         return tuple(t.clone() for t in captured.back)  # another slot's backward overwrites it
 
-    def _captured_passes(self, read: Read, example: Example) -> CapturedPass | None:
-        """Return the passes of microbatches like this; if none, keep it where its shape is to be captured."""
-        shape, (_, target, _) = _shape(*example), example
-        if self._graphs is None:
-            if self.rehearses and not self._refused:
-                self._examples.clear()
-                self._examples[shape] = example
-            return None
+    def _can_replay(self, target: Target | None) -> bool:
         observed = any(observer.needs_outputs() for observer in self.observers)
-        weighs = target is None or target.weight
-        if observed or not weighs or not self._replays or not self._free_slots:
-            return None
-        captured = self._graphs.passes.get((self._free_slots[-1], self.store.storage(read), shape))
-        if captured is None and not self.rehearses:
-            self._ran_without[shape] += 1
-            least = max(OFTEN, OFTEN_SHARE * self._ran_without.total())
-            if self._ran_without[shape] >= least and shape not in self._refused:
-                self._examples[shape] = example
-        return captured
+        weighs = target is None or bool(target.weight)
+        return self._replays and bool(self._free_slots) and weighs and not observed
+
+    def _count(self, example: Example) -> None:
+        """Count a microbatch that runs without graphs, and keep its shape if that is to be captured."""
+        shape, graphs = _shape(*example), self._graphs
+        assert graphs is not None
+        if shape in graphs.shapes or shape in self._refused or graphs.spoilt:
+            return  # of a captured one there is no graph for this weight version's storage
+        self._ran_without[shape] += 1
+        if self._ran_without[shape] >= max(OFTEN, OFTEN_SHARE * self._ran_without.total()):
+            self._keep(example)
+
+    def _keep(self, example: Example) -> None:
+        """Keep what is like an example, without its memory, to be captured next."""
+        x, target, saving = example
+        x, no_memory = tuple(map(_without_memory, x)), target
+        if target is not None:
+            no_memory = replace(target, value=on_each(target.value, _without_memory))
+        self._examples[_shape(*example)] = x, no_memory, saving
 
     @property
     def shapes_captured(self) -> int:
-        return self._graphs.shapes if self._graphs else 0
+        return len(self._graphs.shapes) if self._graphs else 0
 
     @property
     def capture_due(self) -> bool:
         return bool(self._examples)
 
     def capture(self, slots: int, versions: int, reason: str = "") -> str:
-        """Capture the passes of so many open microbatches and weight versions, of the shapes that are due.
+        """Capture the passes of so many open microbatches and weight versions, of the next shape that is due.
 
         If that is impossible, or not wanted (`reason`), return why; such a shape runs without graphs.
         """
-        examples, refused = self._examples.copy(), dict[Shape, str]()
-        self._examples.clear()
-        for shape, example in examples.items():
-            why = reason
-            if self.shapes_captured == MAX_SHAPES:
-                why = f"microbatches have more than {MAX_SHAPES} shapes: pad them to fewer lengths"
-            if why := why or self._capture(shape, example, slots, versions):
-                refused[shape] = why
-        self._refused |= refused.keys()
-        return next(iter(refused.values()), "")
+        shape, example = self._examples.popitem()
+        if self.shapes_captured == MAX_SHAPES:
+            reason = f"microbatches have more than {MAX_SHAPES} shapes: pad them to fewer lengths"
+        if reason := reason or self._capture(shape, example, slots, versions):
+            self._refused.add(shape)
+        return reason
 
     def _capture(self, shape: Shape, example: Example, slots: int, versions: int) -> str:
         if self._graphs and self._graphs.attributes.changed():
@@ -348,16 +359,23 @@ class GraphedStage(Stage):
         self.observers = observers
         if not reason:
             graphs.passes |= passes
+            graphs.shapes.add(shape)
             self._graphs, self._free_slots = graphs, list(range(slots))
             return ""
         self._microbatches, self._batch = {}, Batch()
-        if first:
+        if self._graphs is None:
             self.store.unfix()
+        else:
+            self._graphs.spoilt = True
+            self._examples.clear()
         return reason
 
     def _prepared(self, attributes: Held, slots: int, versions: int) -> Graphs:
         shared, *memories = [GraphMemory(torch.cuda.graph_pool_handle()) for _ in range(1 + slots)]
         return Graphs(self.store.fix(versions), attributes, shared, memories)
+
+    def _zeros(self, like: Tensor) -> Tensor:
+        return torch.zeros_like(like, device=self.device)
 
     def _attributes(self) -> Held:
         """Return what the passes may depend on besides tensors: attributes of layers and the task."""
@@ -377,9 +395,9 @@ class GraphedStage(Stage):
         `copies_outputs`: to one place for all weight versions.
         """
         x, target, saving = example
-        inputs, targets = memory.copied("inputs", x), cast(Tensors, ())
+        inputs, targets = memory.copied("inputs", tuple(map(self._zeros, x))), cast(Tensors, ())
         if target is not None:
-            targets = memory.copied("targets", as_tuple(target.value))
+            targets = memory.copied("targets", tuple(map(self._zeros, _tensors(target))))
             target = replace(target, value=ValueSpec.like(target.value).pack(targets))
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with _capturing(forward, memory.pool):
