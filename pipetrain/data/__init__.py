@@ -99,7 +99,7 @@ def _from_splits(data: Mapping[str, Any], dtype: torch.dtype) -> Data:
             split = as_split(*arguments)
         else:
             split = CollatedSplit(*arguments, collate, data.get(f"{name}_limit"))
-        if not len(split):
+        if not len(split):  # of tensors
             raise ConfigError(f"data.{name} has no sample")
         splits.append(split)
     train, test = splits

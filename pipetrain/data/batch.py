@@ -57,8 +57,12 @@ class NamedTargets:
         """Return a batch in the order of the model's inputs, with zeros for targets that it lacks."""
         whole, n = dict(batch), len(next(iter(batch.values())))
         specs = dict(zip(form.inputs.names or (), form.inputs.specs, strict=True))
+        given = [name for name in specs if name in batch]
+        lengths = form.lengths_of((specs[name] for name in given), (batch[name] for name in given))
         for name in self.listed:
-            whole.setdefault(name, torch.zeros((n, *specs[name].shape), dtype=specs[name].dtype))
+            if name not in whole:
+                spec = specs[name].at(lengths)
+                whole[name] = torch.zeros((n, *spec.shape), dtype=spec.dtype)
         return {name: whole[name] for name in specs if name in whole}
 
 
@@ -122,22 +126,31 @@ class Form:
 
     def size(self, inputs: Value, targets: Value) -> Size:
         """Return the size of a batch, whose form this is."""
+        specs, tensors = (*self.inputs.specs, *self.targets.specs), (*as_tuple(inputs), *as_tuple(targets))
+        return replace(Size.of(inputs), lengths=self.lengths_of(specs, tensors))
+
+    def lengths_of(self, specs: Iterable[TensorSpec], tensors: Iterable[Tensor]) -> tuple[int, ...]:
+        """Return the lengths of a batch, whose tensors [n, ...] with these specs of a sample are given."""
         lengths = [0] * self.lengths
-        for half, value in ((self.inputs, inputs), (self.targets, targets)):
-            for spec, tensor in zip(half.specs, as_tuple(value), strict=False):
-                for n, actual in zip(spec.shape, tensor.shape[1:], strict=False):
-                    if n < 0:
-                        lengths[-n - 1] = actual
-        return replace(Size.of(inputs), lengths=tuple(lengths))
+        for spec, tensor in zip(specs, tensors, strict=False):
+            for n, actual in zip(spec.shape, tensor.shape[1:], strict=False):
+                if n < 0:
+                    lengths[-n - 1] = lengths[-n - 1] or actual
+        return tuple(lengths)
 
     def refuse_other(self, inputs: Value, targets: Value, what: str) -> None:
         lengths = self.size(inputs, targets).lengths
         for name, spec, value in (("inputs", self.inputs, inputs), ("targets", self.targets, targets)):
             if (other_spec := ValueSpec.in_batch(value)) != spec.at(lengths):
+                advice = "let all batches have the same tensors, dtypes and numbers of dimensions"
+                if _alike(other_spec, spec):
+                    advice = (
+                        "let all batches have one shape, or give max_length=, the largest of each dimension "
+                        "that differs"
+                    )
                 raise BadBatch(
                     f"{what} has {name} {other_spec} a sample, and those of the first batch were {spec}: "
-                    f"let all batches have one shape and dtype, or give max_length=, the largest of each "
-                    f"dimension that differs"
+                    f"{advice}"
                 )
 
 
@@ -150,6 +163,8 @@ def refuse_outside(size: Size, limits: Sequence[Limits], what: str) -> None:
 
 def _alike(one: ValueSpec, other: ValueSpec) -> bool:
     """Return whether values differ in the sizes of dimensions at most."""
+    if len(one.specs) != len(other.specs):
+        return False
     kinds = ([(spec.dtype, len(spec.shape)) for spec in of.specs] for of in (one, other))
     return next(kinds) == next(kinds) and (one.single, one.names) == (other.single, other.names)
 

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from pipetrain.data.splits import Split
 from pipetrain.data.user_data import HALVES, Columns, DatasetSplit, has_numbers
-from pipetrain.errors import ConfigError
+from pipetrain.errors import ConfigError, failing
 from pipetrain.model.specs import TensorSpec, ValueSpec, as_tuple, on_each
 
 Collate = Callable[[list[Any]], Any]
@@ -127,7 +127,9 @@ class CollatedSplit(DatasetSplit):
         return split
 
     def _item(self, number: int) -> Any:
-        return self._collate([self._dataset[of] for of in (number, *self._beside)])
+        samples = [self._dataset[of] for of in (number, *self._beside)]
+        with failing(f"{self._what}: data.collate cannot take sample {number}"):
+            return self._collate(samples)
 
     def _refuse_sorting(self) -> None:
         """Refuse a function that makes the same batch of two samples in either order."""

@@ -217,8 +217,9 @@ class Reader:
             raise BadBatch(f"{what} has {size}: leave it out, or pad it to 1 at least")
         for actual, most in zip(size.lengths, cycle(self.longest), strict=False):
             if actual > most:
+                longest = [*self.longest] if len(self.longest) > 1 else most
                 raise BadBatch(
-                    f"{what} has {size}, and max_length={most}: cut what is longer, or give a larger one"
+                    f"{what} has {size}, and max_length={longest}: cut what is longer, or give a larger one"
                 )
         refuse_outside(size, self.limits, what)
 

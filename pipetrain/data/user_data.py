@@ -83,6 +83,8 @@ class DatasetSplit:
         self._what = what
         self._dtype = dtype
         self._length = len(dataset) if limit is None else min(limit, len(dataset))
+        if not self._length:
+            raise ConfigError(f"{what} has no sample")
         if columns and set(columns) != set(HALVES):
             raise ConfigError(
                 f"data.columns must name the columns of inputs and of targets; got {', '.join(columns)}: set "
@@ -169,7 +171,8 @@ class DatasetSplit:
         columns = f" of {', '.join(map(str, item))}" if isinstance(item, Mapping) else ""
         raise ConfigError(
             f"{what} must be (inputs, targets); got a {type(item).__name__}{columns}: return two values from "
-            f"its __getitem__, or name its columns with data.columns={{inputs: NAME, targets: NAME}}"
+            f"its __getitem__ or from data.collate, or name its columns with data.columns={{inputs: NAME, "
+            f"targets: NAME}}"
         )
 
     def _value(self, number: int, half: int, part: object) -> Value:

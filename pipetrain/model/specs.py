@@ -88,7 +88,7 @@ class TensorSpec:
         return self.numel * self.dtype.itemsize
 
     def __str__(self) -> str:
-        dimensions = (f"length {-n}" if n < 0 else str(n) for n in self.shape)
+        dimensions = (f"length {chr(64 - n)}" if n < 0 else str(n) for n in self.shape)
         return f"{name_of(self.dtype)}[{', '.join(dimensions)}]"
 
     def at(self, lengths: Sequence[int]) -> TensorSpec:

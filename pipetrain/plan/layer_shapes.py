@@ -53,7 +53,9 @@ class LayerShapes:
                         result = network.call(index, tuple(map(values.__getitem__, layer.takes)), specs)
                 except Exception as error:  # of the user's layer
                     where = f"layer {index} ({layer.name}) of the model"
-                    raise ConfigError(f"{where} cannot take {size}: {one_line(error)}") from error
+                    raise ConfigError(
+                        f"{where} cannot take {size}: {one_line(error)}; cut or pad such a batch"
+                    ) from error
                 outputs = leaves_of(result)
                 values |= {ValueId(index, number): tensor for number, tensor in enumerate(outputs)}
                 specs.append(_shaped(layer.output, [tuple(tensor.shape) for tensor in outputs]))

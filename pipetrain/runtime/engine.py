@@ -14,7 +14,7 @@ from itertools import chain
 import torch
 from torch.profiler import record_function
 
-from pipetrain.errors import ActionFailed, ChannelError, TrainingStopped
+from pipetrain.errors import ActionFailed, ChannelError, ConfigError, TrainingStopped
 from pipetrain.model.network import Tensors
 from pipetrain.model.random_numbers import EVALUATION, Seeds, drawing
 from pipetrain.runtime.clock import Clock, Stopwatch, Times
@@ -202,7 +202,7 @@ class Engine:
                 if op is counted and action.stage == first:  # once a batch, or an evaluated microbatch
                     for count in progress:
                         count()
-        except (TrainingStopped, AssertionError):
+        except (TrainingStopped, ConfigError, AssertionError):  # a length that a layer cannot take
             raise
         except ChannelError as error:
             last = order.waiting or action

@@ -118,7 +118,7 @@ def _facts_of(reader: Any) -> list[Any] | None:
 def _mean_of(known: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Return those lengths that are nearest to the mean ones; a model may not take all between them."""
     means = [*map(fmean, zip(*known, strict=True))]
-    return min(known, key=lambda lengths: math.dist(lengths, means), default=())
+    return min(sorted(known, reverse=True), key=lambda lengths: math.dist(lengths, means), default=())
 
 
 def _with_whole_numbers(reader: Any, inputs: ValueSpec, size: Size, guard: CollectiveGuard) -> ValueSpec:

@@ -90,7 +90,7 @@ def test_the_form_says_which_dimensions_differ():
     samples = Sampled(split_of(), [5], None, 0, 0, 60.0)
     form = samples.form
     assert form is not None
-    assert [str(spec) for spec in (*form.inputs.specs, *form.targets.specs)] == ["int64[length 1]"] * 3
+    assert [str(spec) for spec in (*form.inputs.specs, *form.targets.specs)] == ["int64[length A]"] * 3
     assert samples.size([ALL[:1], ALL[1:2]]) == Size(2, (3,))
 
 
@@ -114,7 +114,7 @@ def test_images_have_two_lengths_of_which_each_may_be_another_sample_s():
     assert image.sum() == 4
     form = Sampled(split, [3], None, 0, 0, 60.0).form
     assert form is not None
-    assert str(form.inputs.specs[0]) == "float32[1, length 1, length 2]"
+    assert str(form.inputs.specs[0]) == "float32[1, length A, length B]"
 
 
 def test_two_samples_that_are_as_long_as_the_batch_are_no_longer_than_it():
@@ -201,7 +201,7 @@ def raising(samples: list[Any]) -> Any:
             None,
             "data.train is a tuple, and data.collate needs a map",
         ),
-        (None, raising, None, "data.train: sample 0 cannot be read: KeyError: 'ids'"),
+        (None, raising, None, "data.train: data.collate cannot take sample 0: KeyError: 'ids'"),
         (None, pad_right, None, "sample 0 must be (inputs, targets); got a dict of ids, mask, labels"),
         (
             None,

@@ -173,10 +173,14 @@ class Stream(IterableDataset[Any]):
 OWN_GENERATOR = np.random.default_rng(0)
 REFUSED: list[tuple[Any, Any, str]] = [
     (((X, X[:4]), Y), None, "holds tensors of several lengths: give a row of each for each sample"),
-    ([], None, "sample 0 cannot be read: IndexError: list index out of range"),
+    ([], None, "data.train has no sample"),
     (TensorDataset(X, X, Y), None, "sample 0 must be (inputs, targets); got a Tensor: return two values"),
     (Stream(), None, "is a Stream, which has no length and no samples by number: give a map-style"),
-    (Own(as_dicts), None, "got a dict of x, label: return two values from its __getitem__, or name"),
+    (
+        Own(as_dicts),
+        None,
+        "got a dict of x, label: return two values from its __getitem__ or from data.collate, or name",
+    ),
     (Own(lambda i: (X[i], "cat")), None, "the targets of sample 0 are a str, and must be a tensor"),
     (Own(lambda i: (X.flatten()[: i + 1], i)), None, "inputs of sample 1 are float32[2], and of sample 0"),
     (Own(lambda i: (X[i] + OWN_GENERATOR.random(), i)), None, "sample 0 differs from one reading to"),

@@ -330,8 +330,8 @@ def test_a_profile_is_of_the_mean_length_and_memory_of_the_largest(caplog):
     ):
         list(pipe.train(subject.batches))
         text = str(pipe.plan.settings.timed), str(pipe.plan.settings.full), describe(pipe.plan)
-    assert "pipetrain: profiling 7 layers, 3 samples of length 4 at a time" in caplog.messages
-    assert text[:2] == ("3 samples of length 4", f"3 samples of length {MOST}")
+    assert "pipetrain: profiling 7 layers, 3 samples of length 6 at a time" in caplog.messages
+    assert text[:2] == ("3 samples of length 6", f"3 samples of length {MOST}")
     assert f"times are of microbatches of {text[0]}, bytes of {text[1]}\n" in text[2]
 
 
@@ -378,9 +378,33 @@ def test_a_length_above_the_largest_and_one_of_0_are_refused():
 
 def test_other_lengths_than_those_of_the_first_batches_need_max_length():
     """A loader that is no list and no DataLoader may wait for what the first batch trains."""
-    said = "one shape and dtype, or give max_length=, the largest of each dimension that differs"
+    said = "one shape, or give max_length=, the largest of each dimension that differs"
     assert refused(of_length(5, 5, 6)).endswith(said)
     assert refused(of for of in of_length(5, 6)).endswith(said)
+
+
+class Scored(nn.Module):
+    """Computes its loss, as Hugging Face's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Embedding(), Block(0.0), nn.Linear(WIDTH, VOCABULARY))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        scores = self.layers(tokens)
+        return {"loss": functional.cross_entropy(scores.flatten(0, 1), labels.flatten()), "scores": scores}
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_a_model_that_computes_its_loss_predicts_any_length(labelled):
+    model, batches = Scored(), [{"tokens": x, "labels": y} for x, y in of_length(5, 9)]
+    options = OPTIONS | {"targets": "labels", "schedule": "interleaved_1f1b"}
+    with Pipeline(model, "model", parity.MOMENTUM, **options) as pipe:
+        [*pipe.train(batches)]
+        given = batches if labelled else [{"tokens": batch["tokens"]} for batch in batches]
+        outputs = [output["scores"] for output in pipe.predict(given)]
+        for output, batch in zip(outputs, batches, strict=True):
+            torch.testing.assert_close(output, pipe.collect()(**batch)["scores"])
 
 
 def of_images(*sizes: tuple[int, int]) -> list[tuple[Tensor, Tensor]]:
@@ -398,17 +422,17 @@ def of_images(*sizes: tuple[int, int]) -> list[tuple[Tensor, Tensor]]:
         (
             [(9, 9), (8, 7), (9, 10)],
             [9, 9],
-            "batch 2 has 4 samples of length 9 x 10, and max_length=9: cut what",
+            "batch 2 has 4 samples of length 9 x 10, and max_length=[9, 9]: cut",
         ),
         (
             [(9, 9), (9, 9), (10, 9)],
             [9, 9],
-            "batch 2 has 4 samples of length 10 x 9, and max_length=9: cut what",
+            "batch 2 has 4 samples of length 10 x 9, and max_length=[9, 9]: cut",
         ),
         (
             [(9, 9), (8, 9), (9, 8)],
             9,
-            "and those of the first batch were float32[2, length 1, 9]: let all batches",
+            "float32[2, length A, 9]: let",
         ),
     ],
 )
