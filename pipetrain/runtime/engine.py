@@ -25,7 +25,7 @@ from pipetrain.runtime.rank_actions import Order
 from pipetrain.runtime.rehearsal import Rehearsal
 from pipetrain.runtime.stage.memory_meter import Meter
 from pipetrain.runtime.stage.stage import Stage
-from pipetrain.schedule.actions import RECEIVES, SENDS, Action, Op
+from pipetrain.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Op
 from pipetrain.schedule.timeline import Bounds, Row, StageStats
 
 
@@ -211,6 +211,8 @@ class Engine:
         except Exception as error:  # of a layer, or out of memory
             stage_number = action.stage if action else first
             place = f"rank {mail.rank}, stage {stage_number}, action {action}"
+            if action and action.op in COMPUTE and (size := window.feed.size(action.mb)).lengths:
+                place += f" of {size}"
             raise ActionFailed(f"{place}: {type(error).__name__}: {error}", stage_number) from error
         finally:
             mail.end()

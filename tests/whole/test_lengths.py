@@ -20,7 +20,7 @@ from pipetrain.data import Data, load_data, text
 from pipetrain.data.batch import BadBatch
 from pipetrain.data.sampling import Sampled, Sampler, even
 from pipetrain.data.text import BYTES
-from pipetrain.errors import ConfigError
+from pipetrain.errors import ActionFailed, ConfigError
 from pipetrain.plan.text import describe
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.tasks import Classification, LanguageModelling
@@ -464,6 +464,24 @@ class Reshaped(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.inner(self.tokens(x).reshape(-1, 6, WIDTH))
         return out
+
+
+def test_a_layer_that_fails_at_a_length_is_named_with_it():
+    """Without max_length nothing is known of lengths above those of the first two batches."""
+    with pytest.raises(ActionFailed, match=r"action 0F0@0 of 2 samples of length 13: IndexError: "):
+        refused(of_length(5, 6, MOST + 1), nn.Sequential(Table(), nn.Linear(WIDTH, VOCABULARY)))
+
+
+class Table(nn.Module):
+    """Embeds tokens and positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(MOST, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        embedded: Tensor = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
+        return embedded
 
 
 def test_a_traced_model_with_a_number_for_a_length_is_refused():

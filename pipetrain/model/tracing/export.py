@@ -219,9 +219,10 @@ def _refusal(model: nn.Module, example: ValueSpec, error: Exception) -> ConfigEr
             f"(torch.cdist by compute_mode='donot_use_mm_for_euclid_dist')"
         )
     else:
+        lengths = f" of up to {' x '.join(map(str, example.longest))}" if example.longest else ""
         why = (
-            f"the model {type(model).__name__} cannot be traced for {example}{at}: {type(error).__name__}: "
-            f"{text[:200].rstrip('.')}: write it otherwise"
+            f"the model {type(model).__name__} cannot be traced for {example}{lengths}{at}: "
+            f"{type(error).__name__}: {text[:200].rstrip('.')}: write it otherwise"
         )
     return ConfigError(f"{why}, or {WAY_OUT}")
 
