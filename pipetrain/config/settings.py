@@ -331,7 +331,7 @@ class Settings:
         """The size of a microbatch whose times are planned with: a full one of the mean lengths."""
         return replace(self.full, lengths=self.mean_lengths or self.lengths)
 
-    def fitted_to(self, first: Size, mean_lengths: tuple[int, ...]) -> Settings:
+    def fitted_to(self, first: Size, mean_lengths: tuple[int, ...] = ()) -> Settings:
         """Return those for a loader whose first batch is of this size, rounded to even microbatches.
 
         `first`: with the largest lengths.
