@@ -101,6 +101,7 @@ class Loop:
     def __post_init__(self) -> None:
         self._live = dict(self.model.named_parameters())
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
+        self._parts: dict[str, Tensor] = {}  # of a microbatch's gradient, by the name that it has there
 
     def window(
         self, read: Read, batches: Iterable[Iterable[tuple[float, *tuple[Any, ...]]]]
@@ -152,9 +153,9 @@ class Loop:
         numbers: Mapping[str, int],
         sums: dict[tuple[str, int], tuple[Tensor, Tensor]],
     ) -> None:
-        """Move the gradients to the sums of the versions that they are of."""
+        """Add the gradients to the sums of the versions that they are of."""
         for name, (of, used) in versions.items():
-            gradient, self._live[of].grad = self._live[of].grad, None
+            gradient = self._parts.pop(name, None)
             if gradient is not None:
                 key = of, numbers[name]
                 sums[key] = (gradient + sums[key][0] if key in sums else gradient), used
@@ -177,7 +178,9 @@ class Loop:
         grads = torch.autograd.grad(loss * share, [*leaves.values()], allow_unused=True) if share else ()
         for name, grad in zip(leaves, grads, strict=True):
             parameter = self._live[versions[name][0]]
-            if grad is not None:
+            if grad is not None and self.late:
+                self._parts[name] = grad
+            elif grad is not None:
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
         return loss.item()
 

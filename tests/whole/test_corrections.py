@@ -55,6 +55,7 @@ CASES = [
             *SGD,
         ),
     ),
+    Case("pipedream", 2, ("correction=gap_aware", TIED, "partition=[2]", "microbatches=2", *SGD)),
     Case("pipedream", 3, ("correction=spectrain", *STRUCK, *SGD), 84),
     Case("pipedream", 3, ("correction=[gap_aware,msnag]", *STRUCK, *SGD, "optim.fused=true"), 84),
     Case("pipedream", 3, ("correction=nesterov", *CONSTANT, *STRUCK, *SGD), 84),
