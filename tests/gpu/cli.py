@@ -43,6 +43,7 @@ CHECKS = [
     Check("memory", "held", memory.memory, 300),
     Check("front", "torchrun", front.command_line, 280),
     Check("front", "pipeline", front.pipeline, 120),
+    Check("front", "lengths", front.lengths, 45),
     Check("front", "stopped-early", front.stopped_early, 120),
     Check("front", "kept", front.kept, 35),
     Check("front", "bf16-weights", front.bf16_weights, 40),
@@ -56,7 +57,7 @@ CHECKS = [
 LEASE = ("start", "nccl-2", "replicas", "corrections", "graphs", "bf16-weights", "error")
 LEASE += ("no-waits", "race")
 """What a GPU that is at hand for minutes is asked, in this order."""
-IF_TIME_IS_LEFT = ("kept", "more-graphs", "float64", "torchrun", "nccl-4")
+IF_TIME_IS_LEFT = ("lengths", "kept", "more-graphs", "float64", "torchrun", "nccl-4")
 GROUPS = list(dict.fromkeys(check.group for check in CHECKS))
 REPORT = "gpu_check.md"
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130

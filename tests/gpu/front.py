@@ -17,6 +17,7 @@ import torch
 
 from pipetrain.checkpoint.files import CHECKPOINTS
 from pipetrain.runtime.comm.process_groups import ProcessGroups
+from pipetrain.runtime.stage import cuda_graphs
 from tests.gpu.rows import SKIPPED, Row, Setting, judged
 from tests.gpu.speed import no_compiler
 from tests.gpu.training import NEAR, exactly
@@ -185,8 +186,6 @@ def pipeline(setting: Setting) -> Iterator[Row]:
         ("normed", Way("1f1b", 2, options=device)),
         ("tuples", Way("interleaved_1f1b", 4, window, options=device)),
         ("mlp", Way("1f1b", options={**device, "param_groups": GROUPS})),
-        ("gpt, lengths", Way("1f1b", 2, options=device)),
-        ("gpt, lengths", Way("pipedream", 2, options=device)),
         ("gpt", Way("pipedream", 2, options=clipped)),
         *(("unet", Way(name, window=window, options=device)) for name in ("1f1b", "pipedream", "zbv")),
     ]
@@ -202,6 +201,19 @@ def pipeline(setting: Setting) -> Iterator[Row]:
             out = ended(process)
     met = process.returncode == 0 and len(re.findall("^epoch 2: last update", out, re.MULTILINE)) == 1
     yield judged("docs/examples/mlp.py under torchrun", last(out), "epoch 2: last update ...", met)
+
+
+def lengths(setting: Setting) -> Iterator[Row]:
+    """Train by `Pipeline` on batches of several lengths, with CUDA graphs of each, against a plain loop."""
+    if why := lacking():
+        yield Row("batches of several lengths", why, "", SKIPPED)
+        return
+    from tests.support.parity import Way
+
+    device = {"device": setting.device}
+    ways = [("gpt, lengths", Way(name, 2, window=1, options=device)) for name in ("1f1b", "pipedream", "zbv")]
+    for (name, way), _, why in setting.each(train_by_pipeline, 2, ways[: 1 if setting.quick else None]):
+        yield judged(f"{name}, {way}", why or "as one process", "as one process", not why)
 
 
 def kept(setting: Setting) -> Iterator[Row]:
@@ -293,4 +305,5 @@ def train_by_pipeline(groups: ProcessGroups, item: tuple[str, Any]) -> None:
     from tests.support import model_zoo, parity
 
     exactly()
+    cuda_graphs.OFTEN = 1
     parity.train(model_zoo.make(item[0]), item[1], TOLERANCE)

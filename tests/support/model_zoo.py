@@ -117,7 +117,7 @@ def gpt() -> Subject:
     return subject(model, x, y, LanguageModelling(), whole=True)
 
 
-LENGTHS = (7, 4, 6)  # of each batch
+LENGTHS = (7, 4, 7)  # of each batch
 
 
 def of_lengths(make: Callable[[], Subject]) -> Subject:
