@@ -348,9 +348,6 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "branches with dropout": partial(branches, 0.3),
     "encoder": encoder,
     "unet": u_net,
-    "llama, lengths": partial(
-        of_lengths, partial(text, tiny_llama, num_hidden_layers=1, num_key_value_heads=1)
-    ),
     "bert, lengths": partial(of_lengths, partial(bert, **NO_DROPOUT)),
     "resnet, lengths": partial(of_lengths, partial(images, tiny_resnet, depths=[1, 1], embedding_size=4)),
     "mlp": lambda: classified(mlp(), whole=True),

@@ -40,9 +40,8 @@ WAYS: dict[str, tuple[Way, ...]] = {
     "branches with dropout": (Way("pipedream", ranks=3),),
     "encoder": (ALONE,),
     "unet": (FLUSH_3, STASH_2, VIRTUAL),
-    "llama, lengths": (ALONE,),
     "bert, lengths": (ALONE,),
-    "resnet, lengths": (Way("zb_h1", options={"recompute": "always"}),),
+    "resnet, lengths": (ALONE,),
 }
 SMALL: dict[str, tuple[Way, ...]] = {
     "mlp": (
