@@ -269,9 +269,10 @@ def in_common(place: Any) -> Any:
 
 
 def freed(captured: Any) -> Any:
-    def free(self: GraphedStage, *arguments: Any) -> CapturedPass:
-        one = captured(self, *arguments)
+    def free(self: GraphedStage, slot: int, memory: Any, *arguments: Any) -> CapturedPass:
+        one = captured(self, slot, memory, *arguments)
         one.inputs = tuple(t.clone() for t in one.inputs)
+        memory.tensors.clear()
         return one
 
     return free

@@ -39,6 +39,7 @@ def test_gradients_and_versions_at_fixed_addresses_train_alike(words):
     plain, _ = run_in_threads(case)
 
     def fix(self: GraphedStage, slots: int, versions: int, why: str) -> None:
+        self._examples.clear()
         fixed[self.index] = set(self.store.fix(versions))
 
     train = Session.train
