@@ -28,7 +28,8 @@ from pipetrain.runtime.microbatch_feed import WindowFeed
 from pipetrain.runtime.session import Session
 from pipetrain.runtime.stage import cuda_graphs as graphs
 from pipetrain.runtime.stage import nonfinite as finite
-from pipetrain.runtime.stage.cuda_graphs import CapturedPass, FixedStore, GraphedStage, GraphMemory
+from pipetrain.runtime.stage.cuda_graphs import CapturedPass, GraphedStage, GraphMemory
+from pipetrain.runtime.stage.fixed_store import FixedStore
 from pipetrain.runtime.stage.nonfinite import StopOnNaN
 from pipetrain.runtime.stage.objective import Counted, Objective
 from pipetrain.runtime.stage.parameter_store import ParameterStore

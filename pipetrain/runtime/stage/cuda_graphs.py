@@ -19,7 +19,7 @@ from there before another pass is replayed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -34,10 +34,10 @@ from pipetrain.model.random_numbers import RngSnapshot
 from pipetrain.model.specs import ValueSpec, as_tuple, on_each
 from pipetrain.model.tensor_places import Held, attributes_of
 from pipetrain.runtime.microbatch_feed import Target
+from pipetrain.runtime.stage.fixed_store import FixedStore
 from pipetrain.runtime.stage.microbatch import WHOLE, Batch, Microbatch, Saving
 from pipetrain.runtime.stage.objective import Counted
 from pipetrain.runtime.stage.observer import around
-from pipetrain.runtime.stage.parameter_store import ParameterStore
 from pipetrain.runtime.stage.stage import Stage
 from pipetrain.schedule.actions import Predicted, Read
 
@@ -52,10 +52,10 @@ OFTEN_SHARE = 1 / 16
 
 _CAPTURED_MB = -1  # the microbatch of a pass that is captured
 Example = tuple[Tensors, Target | None, Saving]  # a microbatch's inputs, target, and what it saves
-Shape = tuple[Any, ...]  # shapes and dtypes of a microbatch's inputs and target, and what it saves
+MicrobatchShape = tuple[Any, ...]  # shapes and dtypes of a microbatch's inputs and target, and what it saves
 
 
-def _shape(x: Tensors, target: Target | None, saving: Saving) -> Shape:
+def _shape_of(x: Tensors, target: Target | None, saving: Saving) -> MicrobatchShape:
     return saving, *[(t.shape, t.dtype) for t in (*x, *_tensors(target))]
 
 
@@ -114,85 +114,9 @@ class CapturedPass:
         return Counted(target.share, counted.loss.clone(), target.weight, target.samples, sums)
 
 
-class FixedStore(ParameterStore):
-    """Parameters with fixed addresses, after `fix`, for their gradients and the storage of their versions.
-
-    CUDA graphs compute at the addresses of their capture. The leaves of all versions then share one gradient,
-    to which graphs add. It is 0 before a batch.
-    """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._fixed: dict[str, Tensor] = {}  # gradients
-        self._with_gradient: set[str] = set()  # parameters with a gradient so far, in rehearsals too
-        super().__init__(*arguments, **options)
-
-    def fix(self, versions: int) -> dict[int, dict[str, nn.Parameter]]:
-        """Fix all addresses, with storage for so many versions; return leaves by their storage's address."""
-        self._fixed = {name: torch.zeros_like(p.data) for name, p in self.parameters.items()}
-        self._versions = {self.newest: self._fresh_leaves()}
-        self._accumulating = self._versions[self.newest]
-        current = [p.data for p in self.parameters.values()]
-        while len(self._spare) < versions - 1:
-            self._spare.append([torch.empty_like(t) for t in current])
-        by_address = {}
-        for storage in (current, *self._spare):
-            leaves = self._fresh_leaves()
-            for leaf, data in zip(leaves.values(), storage, strict=True):
-                leaf.data = data
-            by_address[_address(storage)] = leaves
-        return by_address
-
-    @property
-    def fixed(self) -> bool:
-        return bool(self._fixed)
-
-    def unfix(self) -> None:
-        self._fixed, self._spare = {}, []
-        self._versions = {self.newest: self._fresh_leaves()}
-        self._accumulating = self._versions[self.newest]
-
-    def storage(self, read: Read) -> int:
-        return _address(self._versions[read].values())
-
-    @contextmanager
-    def holding_only(self, leaves: dict[str, nn.Parameter]) -> Iterator[None]:
-        before = self._versions
-        self._versions = {0: leaves}
-        try:
-            yield
-        finally:
-            self._versions = before
-
-    def accumulate_on(self, read: Read) -> None:
-        if not self._fixed:
-            super().accumulate_on(read)
-
-    def reduce(self) -> None:
-        for name in self._with_gradient if self._fixed else ():
-            self.parameters[name].grad = self._fixed[name]
-        if not self._fixed:
-            super().reduce()
-            self._with_gradient.update(self.gradients())  # in place: a rehearsal restores attributes
-
-    def drop_gradients(self) -> None:
-        super().drop_gradients()
-        if self._fixed:
-            torch._foreach_zero_(list(self._fixed.values()))
-
-    def _fresh_leaves(self) -> dict[str, nn.Parameter]:
-        leaves = super()._fresh_leaves()
-        for name, gradient in self._fixed.items():
-            leaves[name].grad = gradient
-        return leaves
-
-
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     if targets:
         torch._foreach_copy_([*map(signed, targets)], [*map(signed, sources)])
-
-
-def _address(storage: Iterable[Tensor]) -> int:
-    return next((t.data_ptr() for t in storage), 0)
 
 
 @dataclass(slots=True)
@@ -208,8 +132,8 @@ class Graphs:
     attributes: Held
     shared: GraphMemory
     memories: list[GraphMemory]  # by slot
-    passes: dict[tuple[int, int, Shape], CapturedPass] = field(default_factory=dict)
-    shapes: set[Shape] = field(default_factory=set)
+    passes: dict[tuple[int, int, MicrobatchShape], CapturedPass] = field(default_factory=dict)
+    shapes: set[MicrobatchShape] = field(default_factory=set)
     spoilt: bool = False
 
 
@@ -224,9 +148,9 @@ class GraphedStage(Stage):
         self._graphs: Graphs | None = None
         self._free_slots: list[int] = []
         # To be captured next. It and the next two change in place, as a rehearsal restores attributes.
-        self._examples: dict[Shape, Example] = {}
-        self._ran_without = Counter[Shape]()  # microbatches, since the first capture
-        self._refused = set[Shape]()
+        self._examples: dict[MicrobatchShape, Example] = {}
+        self._ran_without = Counter[MicrobatchShape]()  # microbatches, since the first capture
+        self._refused = set[MicrobatchShape]()
         self._replayed: dict[int, CapturedPass] = {}
         self._replays = False  # in this window: a program may have changed attributes since
 
@@ -240,7 +164,7 @@ class GraphedStage(Stage):
                 self._examples.clear()
                 self._keep(example)
         elif self._can_replay(target):
-            key = self._free_slots[-1], self.store.storage(read), _shape(*example)
+            key = self._free_slots[-1], self.store.storage(read), _shape_of(*example)
             captured = self._graphs.passes.get(key)
             if captured is None and not self.rehearses:
                 self._count(example)
@@ -298,7 +222,7 @@ class GraphedStage(Stage):
 
     def _count(self, example: Example) -> None:
         """Count a microbatch that runs without graphs, and keep its shape if that is to be captured."""
-        shape, graphs = _shape(*example), self._graphs
+        shape, graphs = _shape_of(*example), self._graphs
         assert graphs is not None
         if shape in graphs.shapes or shape in self._refused or graphs.spoilt:
             return  # of a captured one there is no graph for this weight version's storage
@@ -312,7 +236,7 @@ class GraphedStage(Stage):
         x, no_memory = tuple(map(_without_memory, x)), target
         if target is not None:
             no_memory = replace(target, value=on_each(target.value, _without_memory))
-        self._examples[_shape(*example)] = x, no_memory, saving
+        self._examples[_shape_of(*example)] = x, no_memory, saving
 
     @property
     def shapes_captured(self) -> int:
@@ -334,13 +258,13 @@ class GraphedStage(Stage):
             self._refused.add(shape)
         return reason
 
-    def _capture(self, shape: Shape, example: Example, slots: int, versions: int) -> str:
+    def _capture(self, shape: MicrobatchShape, example: Example, slots: int, versions: int) -> str:
         if self._graphs and self._graphs.attributes.changed():
             return ""  # its graphs would do other things than those of the other shapes
         before, generators, first = self._attributes(), RngSnapshot(), self._graphs is None
         hooks = [(m._forward_hooks, m._forward_pre_hooks, m._backward_hooks) for m in self.module.modules()]
         observers, self.observers = self.observers, []  # in a pass on a GPU they look at nothing
-        reason, passes = "", dict[tuple[int, int, Shape], CapturedPass]()
+        reason, passes = "", dict[tuple[int, int, MicrobatchShape], CapturedPass]()
         try:
             with torch.cuda.stream(torch.cuda.current_stream()):  # a failed capture does not leave its stream
                 graphs = self._graphs or self._prepared(before, slots, versions)

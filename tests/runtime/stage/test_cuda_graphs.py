@@ -29,36 +29,6 @@ from tests.support.thread_ranks import run_in_threads
 
 pytestmark = pytest.mark.slow
 
-WORDS = ("microbatches=3", "epochs=2", "window=2", "clip_grad_norm=0.1", "optim=adamw", "ema=0.9")
-
-
-@pytest.mark.parametrize("words", [("1f1b",), ("pipedream",), ("pipedream", "correction=msnag")])
-def test_gradients_and_versions_at_fixed_addresses_train_alike(words):
-    """A rehearsal, and what follows on its first one, but for the capture itself."""
-    case, fixed = Case(words[0], 2, (*WORDS, *words[1:])), dict[int, set[int]]()
-    plain, _ = run_in_threads(case)
-
-    def fix(self: GraphedStage, slots: int, versions: int, why: str) -> None:
-        self._examples.clear()
-        fixed[self.index] = set(self.store.fix(versions))
-
-    train = Session.train
-
-    def trained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = train(self, *args, **kwargs)
-        for index, stage in self.stages.items():
-            assert stage.store.storage(stage.store.newest) in fixed[index]
-        return result
-
-    with (
-        rehearsed(),
-        patch.object(stage_factory, "Stage", GraphedStage),
-        patch.object(GraphedStage, "capture", fix),
-        patch.object(Session, "train", trained),
-    ):
-        state, _ = run_in_threads(case)
-    assert [name for name, tensor in plain.items() if not torch.equal(tensor, state[name])] == []
-
 
 class Recorded(TorchDispatchMode):
     """A graph of the CPU: operations that are noted, undone, and run again on the same tensors."""
